@@ -7,12 +7,24 @@ traceback and exits with status 2 (``--debug`` shows the traceback).
 
 from __future__ import annotations
 
+import difflib
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NoReturn
+
+
+def nearest(name: str, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
+    """Return the one of `known` that a misspelt `name` probably means; None if none is similar (0 to 1)."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, similarity)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean NAME?`` for a misspelt name, or "" if none is similar."""
+    guess = nearest(name, known)
+    return f"; did you mean {guess}?" if guess else ""
 
 
 class StropError(Exception):

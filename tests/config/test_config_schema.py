@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from strop.config.keys import nearest
+from strop.config.keys import nearest_key
 from strop.config.load import load_config
 from strop.config.schema import Config
 from strop.errors import ConfigError
@@ -70,7 +70,7 @@ def test_a_wrong_value_is_one_line_with_found_and_expected(override, found, expe
     ],
 )
 def test_the_nearest_key_is_found(wrong, right):
-    assert nearest(wrong) == right
+    assert nearest_key(wrong) == right
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_nearest_key_is_found(wrong, right):
     ],
 )
 def test_no_key_of_another_section_is_proposed(key):
-    assert nearest(key) is None
+    assert nearest_key(key) is None
     with pytest.raises(ConfigError) as caught:
         load_config([f"{key}=1"])
     assert "did you mean" not in str(caught.value)

@@ -212,7 +212,9 @@ def test_attention_by_flex_attention_is_compared(folders, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"compile": True}, {"attn_implementation": "flex_attention"}])
 def test_what_is_compiled_needs_a_compiler(folders, monkeypatch, options):
-    monkeypatch.setattr("strop.engines.torch.engine.why_not_compiled", lambda device: "there is no compiler")
+    monkeypatch.setattr(
+        "strop.engines.torch.engine.reason_not_compiled", lambda device: "there is no compiler"
+    )
     [(key, value)] = options.items()
     with pytest.raises(
         ModelError, match=naming("the role", f"{key}={value}", "there is no compiler", f"set {key} to")

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
 from strop.models.attention import run_outside_graphs
-from strop.models.passes.compiled import why_not_compiled
+from strop.models.passes.compiled import reason_not_compiled
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
@@ -96,7 +96,7 @@ def test_the_compiler_that_torch_calls_must_be_there(
     for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    found = why_not_compiled(torch.device(device))
+    found = reason_not_compiled(torch.device(device))
     assert missing in found
     assert bool(found) == bool(missing)
 
@@ -104,5 +104,5 @@ def test_the_compiler_that_torch_calls_must_be_there(
 def test_a_gpu_needs_triton(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "triton" in why_not_compiled(torch.device("cuda"))
-    assert not why_not_compiled(torch.device("cpu"))
+    assert "triton" in reason_not_compiled(torch.device("cuda"))
+    assert not reason_not_compiled(torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.config.roles import why_old_log_probs_are_computed_apart
+from strop.config.roles import reason_for_old_log_prob_pass
 from strop.errors import TrainingError
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
@@ -214,7 +214,7 @@ def test_a_sampled_token_of_probability_0_is_refused_with_its_sample(inputs, tmp
 )
 def test_old_log_probs_that_are_needed_earlier_are_computed_apart(inputs, tmp_path, options, reason):
     config = load_config(overrides(inputs, tmp_path, f"{ACTOR}.ppo_mini_batch_size=8", *options))
-    found = why_old_log_probs_are_computed_apart(config)
+    found = reason_for_old_log_prob_pass(config)
     assert (found is None) if reason is None else (reason in found)
 
 

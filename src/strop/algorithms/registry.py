@@ -7,14 +7,13 @@ function's parameters select what it gets, so that a new input changes no other 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, did_you_mean
 
 Function = Callable[..., Any]
 
@@ -43,10 +42,8 @@ def resolve(name: str, known: Mapping[str, Any], key: str) -> Function:
         return known[name]
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not module_name or not attribute:
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(
-            f"{key}={name!r} is unknown{hint} (known: {', '.join(sorted(known))}; "
+            f"{key}={name!r} is unknown{did_you_mean(name, known)} (known: {', '.join(sorted(known))}; "
             "or the import path of your own function, package.module:function)"
         )
     try:

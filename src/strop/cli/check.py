@@ -35,7 +35,7 @@ from strop.config.load import to_yaml
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
+from strop.config.roles import Schedule, is_off_policy, reason_for_old_log_prob_pass
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES, tree_of
@@ -228,7 +228,7 @@ def supervised_table(config: SupervisedConfig) -> Table:
 def _old_log_probs(config: Config) -> str:
     if config.actor_rollout_ref.actor.use_rollout_log_probs:
         return "the sampler: use_rollout_log_probs=True"
-    if reason := why_old_log_probs_are_computed_apart(config):
+    if reason := reason_for_old_log_prob_pass(config):
         return f"a pass before the update: {reason}"
     if is_off_policy(config):
         weighed = " (rollout_is weighs the loss)" if config.actor_rollout_ref.actor.rollout_is else ""

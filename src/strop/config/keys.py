@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import types
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ from strop.config.schema.base import (
     Section,
 )
 from strop.config.schema.data import RowsConfig
+from strop.errors import nearest
 
 _PLAIN_NAMES = {
     str: "string",
@@ -68,7 +68,7 @@ def value_at(config: RootConfig, path: str) -> Any:
     return operator.attrgetter(path)(config)
 
 
-def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
+def nearest_key(path: str, schema: type[RootConfig] = Config) -> str | None:
     """Return the known key that `path` probably means, if there is one in the section that it names.
 
     Misspelt words are corrected from the left, each by the keys beside it. A key that lacks the last of its
@@ -82,10 +82,10 @@ def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
         below = [key for key in keys if key.startswith(above) and key.endswith(f".{rest}")]
         if word not in known and len(below) == 1 and (section or behind):
             return below[0]
-        close = [word] if word in known else difflib.get_close_matches(word, known, 1, _CLOSE_ENOUGH)
-        if not close:
+        close = word if word in known else nearest(word, known, similarity=_CLOSE_ENOUGH)
+        if close is None:
             return section if section and not known else None
-        section, rest = above + close[0], behind
+        section, rest = above + close, behind
     return section
 
 
@@ -94,7 +94,7 @@ def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     keys = all_keys(schema)
     guesses = _by_other_name(path, list(keys))
     if not guesses:
-        guess = nearest(path, schema)
+        guess = nearest_key(path, schema)
         guesses = [guess] if guess else _elsewhere(path, list(keys))
     if guesses:
         return f"{path}: unknown key; did you mean {' or '.join(guesses)}?"
@@ -141,9 +141,9 @@ def _elsewhere(path: str, keys: list[str]) -> list[str]:
         others = path.split(".")[:-1]
         return [key for key in keys if _last_word(key) == last and _in_order(others, key.split("."))]
 
-    word, last_words = _last_word(path), list(dict.fromkeys(map(_last_word, keys)))
-    close = difflib.get_close_matches(word, last_words, _MOST_GUESSES, _CLOSE_ENOUGH_ELSEWHERE)
-    matching = found(word) or [key for last in close for key in found(last)]
+    word = _last_word(path)
+    close = nearest(word, map(_last_word, keys), similarity=_CLOSE_ENOUGH_ELSEWHERE)
+    matching = found(word) or (found(close) if close else [])
     return sorted(matching, key=_not_of_the_actor)[:_MOST_GUESSES]
 
 

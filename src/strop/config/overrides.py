@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.keys import nearest
+from strop.config.keys import nearest_key
 from strop.config.paths import expand
 from strop.config.schema import RootConfig
 from strop.errors import ConfigError
@@ -64,7 +64,7 @@ def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig
         section, _, name = key.rpartition(".")
         parent = OmegaConf.select(tree, section) if section else tree
         if not isinstance(parent, DictConfig) or name not in parent:
-            guess = nearest(key, schema)
+            guess = nearest_key(key, schema)
             hint = f"; did you mean ~{guess}?" if guess and guess != key else ""
             return f"{override.input_line}: no value to remove{hint}"
         if value is not None and value != parent[name]:

@@ -106,7 +106,7 @@ def is_off_policy(config: Config) -> bool:
     return config.trainer.async_steps > 0 or config.algorithm.filter_groups.enable
 
 
-def why_the_update_changes_log_probs(config: Config) -> str | None:
+def reason_updates_change_log_probs(config: Config) -> str | None:
     """Return why the update's forward passes are not of the policy before it; None if they are."""
     actor = config.actor_rollout_ref.actor
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
@@ -116,7 +116,7 @@ def why_the_update_changes_log_probs(config: Config) -> str | None:
     return None
 
 
-def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
+def reason_for_old_log_prob_pass(config: Config) -> str | None:
     """Return why old log-probs need a forward pass before the update; None if there is none.
 
     With ``use_rollout_log_probs`` they are the sampler's. If an iteration is one optimizer step, its own
@@ -129,7 +129,7 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
         return None
     if not actor.old_log_prob_from_update:
         return "old_log_prob_from_update=False"
-    if reason := why_the_update_changes_log_probs(config):
+    if reason := reason_updates_change_log_probs(config):
         return reason
     if uses_full_kl(config):
         return "the full KL is computed with them"

@@ -5,7 +5,6 @@ Rows count from 0 in every message. Nothing here imports torch.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from bisect import bisect_right
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from strop.data.sources import Files, Rows, read_table, reading, require_readable
-from strop.errors import DataError
+from strop.errors import DataError, nearest
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
     free = [column for column in found if column not in keys.values() and _PLAIN_NAME.fullmatch(column)]
     guesses = {}
     for what in missing:
-        if guess := _nearest(what, keys.get(what, ""), free):
+        if guess := _meant(what, keys.get(what, ""), free):
             free.remove(guess)
             guesses[what] = guess
     lacking = [what for what in missing if what in keys]
@@ -217,12 +216,11 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
     raise DataError(f"{name}: there is no column {names}; found {found}; {remedy}")
 
 
-def _nearest(what: str, key: str, found: Sequence[str]) -> str | None:
+def _meant(what: str, key: str, found: Sequence[str]) -> str | None:
     """Return the column that may have been meant: one of a similar name, or of a usual one."""
-    if near := difflib.get_close_matches(key, found, 1):
-        return near[0]
     by_name = {column.lower(): column for column in reversed(found)}
-    return next((by_name[name] for name in _USUAL_NAMES[what].split() if name in by_name), None)
+    usual = (by_name[name] for name in _USUAL_NAMES[what].split() if name in by_name)
+    return nearest(key, found) or next(usual, None)
 
 
 def _require_names(fields: Iterable[pa.Field]) -> None:

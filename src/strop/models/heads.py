@@ -40,7 +40,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
 
 
-def why_unsupported(config: PretrainedConfig) -> str | None:
+def reason_unsupported(config: PretrainedConfig) -> str | None:
     """Return the reason why no model of this configuration can be used in any role, or None."""
     if config.is_encoder_decoder:
         return (

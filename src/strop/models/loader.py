@@ -6,7 +6,6 @@ Models have float32 weights and no dropout; tokenizers pad on the left.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import json
@@ -32,9 +31,9 @@ from transformers import (
 from transformers.utils import logging
 
 from strop.config.paths import instead_of_adapter, is_adapter
-from strop.errors import MissingExtraError, ModelError, StropError
+from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean
 from strop.models.attention import attention_for, config_parts
-from strop.models.heads import scorer_config, why_unsupported
+from strop.models.heads import reason_unsupported, scorer_config
 
 
 @contextlib.contextmanager
@@ -158,11 +157,9 @@ def load_model_config(
                 setattr(part, key, 0.0)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key) and not trust_remote_code:  # a model's own code may read any key
-            close = difflib.get_close_matches(key, config.to_dict(), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             raise ModelError(
                 f"override_config.{key}: the configuration of the model {path} ({type(config).__name__}) has "
-                f"no such key, so it would have no effect{hint}"
+                f"no such key, so it would have no effect{did_you_mean(key, config.to_dict())}"
             )
         try:
             setattr(config, key, value)
@@ -182,7 +179,7 @@ def model_arguments(
 ) -> dict[str, Any]:
     """Return the arguments with which transformers builds or loads the model of a folder."""
     config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
-    if reason := why_unsupported(config):
+    if reason := reason_unsupported(config):
         raise ModelError(f"model {path}: {reason}")
     if num_labels is not None:
         config = scorer_config(config)

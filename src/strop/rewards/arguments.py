@@ -7,14 +7,13 @@ functions. Only the standard library is imported here: scoring processes read th
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, nearest
 
 ScoreFunction = Callable[..., Any]
 """Returns a number, or a dict with one under "score"; its parameters select what it is called with."""
@@ -149,7 +148,7 @@ class Function:
         missing = [name for name in self.required if name not in known]
         if not missing:
             return
-        (close,) = difflib.get_close_matches(missing[0], sorted(known), n=1) or ("",)
+        close = nearest(missing[0], sorted(known))
         hint = f" (did you mean {close!r}?)" if close else ""
         if close in _OF_THE_RESPONSE:  # `solution` may be meant as the right answer
             hint = (

@@ -23,10 +23,10 @@ from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import (
     has_kl_in_reward,
     is_off_policy,
+    reason_for_old_log_prob_pass,
+    reason_updates_change_log_probs,
     uses_full_kl,
     uses_reference,
-    why_old_log_probs_are_computed_apart,
-    why_the_update_changes_log_probs,
 )
 from strop.config.schema import Config
 from strop.controller.group import Future
@@ -159,8 +159,7 @@ class PPO:
         # ahead, the driver waits for a part of the generation only; the rollout reports the time of all
         self._phases = ("wait_samples", "wait_samples") if ahead else ("gen", "gen_greedy")
         self.is_one_step = (
-            why_old_log_probs_are_computed_apart(config) is None
-            and why_the_update_changes_log_probs(config) is None
+            reason_for_old_log_prob_pass(config) is None and reason_updates_change_log_probs(config) is None
         )
 
     def collect(self, prompts: DataProto, iteration: int) -> Samples:

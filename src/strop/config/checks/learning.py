@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator
@@ -23,10 +22,10 @@ from strop.config.names import (
 from strop.config.paths import is_function
 from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
-from strop.config.roles import is_off_policy, uses_critic, why_the_update_changes_log_probs
+from strop.config.roles import is_off_policy, reason_updates_change_log_probs, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
-from strop.errors import ConfigError
+from strop.errors import ConfigError, did_you_mean
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -181,7 +180,7 @@ def old_samples(config: Config) -> Iterator[Finding]:
     if actor.rollout_is is not None or actor.use_rollout_log_probs:
         return
     ratio = "the ratio is against the policy before the update, not against the one that sampled"
-    if why_the_update_changes_log_probs(config) is None:
+    if reason_updates_change_log_probs(config) is None:
         ratio = "with one optimizer step an iteration every ratio is 1"
     yield warning(
         f"{given} of a policy that is up to {age} iteration{'s' if age > 1 else ''} old, and nothing "
@@ -277,10 +276,8 @@ def known_name(key: str, name: str, known: Collection[str]) -> Iterator[Finding]
     if name in known:
         return
     if not is_import_path(name):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
         own = "your own by its import path, package.module:name"
-        yield error(f"{key}={name}: unknown; {hint}(known: {', '.join(known)}; {own})")
+        yield error(f"{key}={name}: unknown{did_you_mean(name, known)} (known: {', '.join(known)}; {own})")
         return
     module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
     if module != "__main__" and (missing := missing_module(module)):

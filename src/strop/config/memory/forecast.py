@@ -36,10 +36,10 @@ from strop.config.placement import (
 )
 from strop.config.roles import (
     has_kl_in_reward,
+    reason_for_old_log_prob_pass,
     reference_is_the_actor,
     uses_critic,
     uses_reference,
-    why_old_log_probs_are_computed_apart,
 )
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
@@ -198,7 +198,7 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     takes nothing: advantages and returns without values and KL penalty.
     """
     columns = 2 * _16_BITS + _11_BITS  # log-probs of sampler and policy, entropies
-    if why_old_log_probs_are_computed_apart(config):
+    if reason_for_old_log_prob_pass(config):
         columns += _16_BITS  # log-probs in the update
     if uses_reference(config):
         columns += _16_BITS

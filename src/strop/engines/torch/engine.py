@@ -47,7 +47,7 @@ from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_
 from strop.models.flex_attention import FLEX
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
-from strop.models.passes.compiled import why_not_compiled
+from strop.models.passes.compiled import reason_not_compiled
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
@@ -148,7 +148,7 @@ class TorchEngine:
             sharding = ShardingSettings.from_section(
                 spec.section, sequence_parallel_size=spec.sequence_parallel_size
             )
-        reason = why_not_compiled(spec.device)
+        reason = reason_not_compiled(spec.device)
         flex = model.options.get("attn_implementation") == FLEX
         for key, value, is_set, other in (
             ("compile", True, model.compile is True, "False"),

@@ -56,7 +56,7 @@ class CompiledLayers:
                 del layer.forward  # the class's own again
 
 
-def why_not_compiled(device: torch.device) -> str:
+def reason_not_compiled(device: torch.device) -> str:
     """Return why ``torch.compile`` cannot work on ``device``; empty if it can."""
     other = "may name another: a program, without arguments"
     if device.type == "cpu":  # Inductor calls this one alone
