@@ -56,8 +56,10 @@ def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inpu
         "16",
         "iterations",
         "optimizer steps",
-        "  train_batch_size: 8",
-        "entropy_coeff",
+        "  train_batch_size: 8  # override",
+        "    entropy_coeff: 0.001  # default",
+        "    prompt_length: 8  # follows data.max_prompt_length",
+        "    ppo_mini_batch_size: 4  # override",
         "tokens each",
     ):
         assert text in run.stdout, run.stdout

@@ -9,11 +9,14 @@ from omegaconf import OmegaConf
 
 from strop.config.checks.check import deprecated
 from strop.config.keys import value_at
-from strop.config.load import as_config, load_config, to_yaml
+from strop.config.load import as_config, load_config, load_tree, to_yaml
 from strop.config.paths import expand, is_url
+from strop.config.trees import PPO
 from strop.errors import ConfigError
 
 from messages import Message, mentions, naming
+
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
 def problems_of(*overrides, **where):
@@ -245,6 +248,43 @@ def test_the_users_own_hydra_application_is_left_alone(folder):
         before = GlobalHydra.instance().hydra
         load_config(config_path=folder, config_name="composed")
         assert GlobalHydra.instance().hydra is before
+
+
+# ---------------------------------------------------------------------------------------------------- authors
+
+
+def test_every_value_has_an_author(folder):
+    (folder / "verl.yaml").write_text("trainer: {max_actor_ckpt_to_keep: 5, save_freq: 3}\n")
+    model = "actor_rollout_ref.model"
+    config = load_tree(
+        PPO,
+        [
+            "data.train_batch_size=64",
+            f"+{model}.override_config.a=1",
+            "critic.ppo_micro_batch_size_per_gpu=2",
+        ],
+        config_path=folder / "verl.yaml",
+        recipe="grpo",
+        values=[{"trainer.seed": 5}, {f"{model}.override_config.b": 2}],
+    )
+    expected = {
+        "trainer.total_epochs": "default",
+        "actor_rollout_ref.rollout.prompt_length": "follows data.max_prompt_length",
+        "algorithm.adv_estimator": "recipe grpo",
+        "trainer.save_freq": f"file {folder / 'verl.yaml'}",
+        "trainer.max_ckpt_to_keep": "verl: trainer.max_actor_ckpt_to_keep",
+        "trainer.seed": "argument",
+        "data.train_batch_size": "override",
+        f"{model}.override_config": "argument, override",
+        "trainer.experiment_name": "derived: named after what the run trains",
+        "critic.use_dynamic_bsz": "derived: tokens, unless a size in rows is written",
+    }
+    assert {key: PPO.author(config, key) for key in expected} == expected
+    batch, mini_batch = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert (batch, mini_batch) == (64, 64)
+    assert PPO.author(load_config(["data.train_batch_size=64"]), MINI_BATCH) == (
+        "derived: at most data.train_batch_size"
+    )
 
 
 # ------------------------------------------------------------------------------------ mappings, round trips

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from strop.config.checks import processes
 from strop.config.identity import decides_what_is_trained
+from strop.config.keys import all_keys
 from strop.config.load import load_config
 from strop.config.memory.forecast import resident_weights
 
@@ -140,6 +141,7 @@ def test_the_forecast_of_a_pool_counts_the_layout_and_the_distributed_optimizer(
 
 
 def test_another_layout_continues_a_run():
-    assert not decides_what_is_trained("reward_model.megatron.tensor_model_parallel_size")
-    assert not decides_what_is_trained(f"{ACTOR}.megatron.pipeline_model_parallel_size")
-    assert decides_what_is_trained("reward_model.model.path")
+    keys = all_keys()
+    assert not decides_what_is_trained(keys["reward_model.megatron.tensor_model_parallel_size"])
+    assert not decides_what_is_trained(keys[f"{ACTOR}.megatron.pipeline_model_parallel_size"])
+    assert decides_what_is_trained(keys["reward_model.model.path"])

@@ -26,6 +26,7 @@ from strop.config.identity import (
     is_the_same,
     value_in,
 )
+from strop.config.keys import all_keys
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
@@ -47,7 +48,7 @@ _OF_A_MODEL = re.compile(
 def record_of(config: RootConfig) -> dict[str, Any]:
     """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
     tree = settled(config).model_dump(mode="json")
-    files = {key: [digest(Path(path)) for path in paths] for key, paths in files_of(tree)}
+    files = {key: [digest(Path(path)) for path in paths] for key, paths in files_of(tree, type(config))}
     modules = {
         key: {name: digest(file) for name, file in found.items()}
         for key, found in (modules_of(config).items() if isinstance(config, Config) else ())
@@ -105,12 +106,12 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
             f"{where}: {checkpoint} was saved by another command than this one ({', '.join(TREES)}); "
             + ("name another folder for this run" if goes_on else "give a checkpoint of the same command")
         )
-    found = _changes(before, now, type(config))
+    found, keys = _changes(before, now, type(config)), all_keys(type(config))
     others = [
         change
         for change in found
         if _is_used(change.key, config)
-        and decides_what_is_trained(change.key, validates_only=config.trainer.val_only)
+        and decides_what_is_trained(keys[change.key], validates_only=config.trainer.val_only)
         and not is_the_same(change.key, change.before, change.now)
         and not _same_files(change.key, before, now)
     ]
@@ -145,11 +146,10 @@ def _recorded(checkpoint: Path) -> dict[str, Any] | None:
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[RootConfig]) -> list[Change]:
     """Return the keys that differ, also those whose files were changed in their place."""
-    found = [change for change in changes(before["config"], now["config"], schema) if change.key not in _OWN]
-    keys = {change.key for change in found}
-    tree = tree_of(schema)
+    found = list(changes(before["config"], now["config"], schema))
+    keys, tree = {change.key for change in found}, tree_of(schema)
     found = [change for change in found if tree.followed_by(change.key) not in keys]
-    named = {key: ", ".join(paths) for key, paths in files_of(now["config"])}
+    named = {key: ", ".join(paths) for key, paths in files_of(now["config"], schema)}
     named |= {
         key: value_in(now["config"], key) for key in _modules(before) | _modules(now) if key not in named
     }
@@ -181,9 +181,6 @@ def _is_used(key: str, config: RootConfig) -> bool:
     if key.startswith("reward_model.model."):
         return config.reward_model.enable
     return not key.startswith("critic.model.") or uses_critic(config)
-
-
-_OWN = ("trainer.resume_mode", "trainer.default_local_dir", "trainer.experiment_name")
 
 
 def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from dataclasses import replace
 from logging.handlers import MemoryHandler
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
 from rich.table import Table
@@ -29,9 +31,8 @@ from strop.config.batch_plan import (
 from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl
 from strop.config.checks.supervised import OptimizerSteps
-from strop.config.identity import in_words
+from strop.config.identity import in_words, value_in
 from strop.config.keys import all_keys, value_at
-from strop.config.load import to_yaml
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
 from strop.config.placement import Placement, runs_on_ray
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="show all keys as YAML, not those alone that differ from the defaults",
+        help="show all keys as YAML with the authors of their values, not only those that differ",
     )
     parser.add_argument("--diff", action="store_true", help=argparse.SUPPRESS)  # the default; once an option
     known = versions()
@@ -158,11 +159,9 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
 def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Group:
     """Return what a user must know of `config`, for a rich console; errors and warnings come last.
 
-    ``full``: with all keys as YAML, instead of those that differ from the defaults.
+    ``full``: with all keys and the authors of their values, instead of those that differ from the defaults.
     """
-    parts: list[RenderableType] = [
-        Syntax(to_yaml(config), "yaml", background_color="default") if full else differences(config)
-    ]
+    parts: list[RenderableType] = [all_values(config) if full else differences(config)]
     if isinstance(config, Config) and result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:
@@ -173,6 +172,20 @@ def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Gr
     if isinstance(config, SupervisedConfig) and not config.trainer.val_only:
         parts += [supervised_table(config), memory_table(supervised_forecast(config))]
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
+
+
+def all_values(config: RootConfig) -> Syntax:
+    """Return all keys as YAML, each with the author of its value as a comment."""
+    tree, values, lines = tree_of(type(config)), config.model_dump(mode="json"), []
+    for path, key in all_keys(type(config)).items():
+        name = path.rpartition(".")[2]
+        line = f"{name}:"
+        if not key.is_section:
+            entry = {name: value_in(values, path)}
+            text = yaml.safe_dump(entry, default_flow_style=True, allow_unicode=True, width=math.inf)
+            line = f"{text.strip()[1:-1]}  # {tree.author(config, path)}"
+        lines.append("  " * path.count(".") + line)
+    return Syntax("\n".join(lines), "yaml", background_color="default")
 
 
 def differences(config: RootConfig) -> Group:

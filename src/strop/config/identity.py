@@ -1,4 +1,4 @@
-"""Identity of a run: the keys that name its model, reward and data, and the name of its default folder.
+"""Identity of a run: its keys that resumes compare (``resumes`` in the schema), and the name of its folder.
 
 A checkpoint is continued with the same model, reward and data only. Other keys may change between two
 commands: learning rates, lengths, batch sizes, validation, logging.
@@ -10,43 +10,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from strop.config.keys import all_keys
+from strop.config.keys import Key, all_keys
 from strop.config.names import REWARD_MANAGERS
 from strop.config.paths import expand, is_url
 from strop.config.schema import RootConfig
-
-_MAY_CHANGE = re.compile(
-    r"data\.(val_\w+|train_batch_size|max_\w+|truncation|filter_\w+|shuffle|num_workers|cache_dir|return_\w+)"
-    r"|reward_model\.(\w*micro_batch_size\w*|use_dynamic_bsz|\w*token_len\w*|ulysses_\w+|num_workers"
-    r"|timeout_s|error_score|max_error_rate|max_concurrency|memory_limit_mb|\w*num_examine|max_length)"
-    r"|reward_model\.megatron\..*"
-    r"|reward_model\.model\.(external_lib|trust_remote_code|fsdp_config.*)"
-)
-"""Keys of the sections below that say how the run computes, not what it trains."""
-_SECTIONS = ("data", "reward_model", "custom_reward_function")
-_MODELS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path")
-_ADAPTER_KEYS = (
-    *("lora_rank", "lora_alpha", "target_modules", "exclude_modules"),
-    *("modules_to_save", "lora_adapter_path"),
-)
-_ADAPTERS_OF = {
-    section: {f"{section}{name}" for name in _ADAPTER_KEYS}
-    for section in (key.removesuffix("path") for key in _MODELS)
-}
-"""Keys of adapters, by what their names begin with."""
-_ADAPTERS = frozenset().union(*_ADAPTERS_OF.values())
-FILES = (
-    *_MODELS,
-    *(f"{section}lora_adapter_path" for section in _ADAPTERS_OF),
-    *("data.train_files", "data.tokenizer", "custom_reward_function.path"),
-    *("reward_model.model.path", "reward_model.model.input_tokenizer"),
-)
-"""Keys that name files or folders; equal contents are the same, wherever they are."""
-
+from strop.config.schema.base import NOT_COMPARED, SAME, SAME_MODEL
 
 _UNKNOWN = object()
 
@@ -85,7 +57,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[Root
     """Yield the keys of ``schema`` with other values; keys that ``before`` does not know are left out."""
     for key, facts in all_keys(schema).items():
         old, new = value_in(before, key), value_in(now, key)
-        if not facts.is_section and old is not _UNKNOWN and old != new:
+        if not facts.is_section and facts.resumes != NOT_COMPARED and old is not _UNKNOWN and old != new:
             yield Change(key, old, new)
 
 
@@ -97,11 +69,9 @@ def value_in(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def decides_what_is_trained(key: str, *, validates_only: bool = False) -> bool:
+def decides_what_is_trained(key: Key, *, validates_only: bool = False) -> bool:
     """Return True for a key of the model, the reward or the data; only the model counts in a validation."""
-    if key in _MODELS or key in _ADAPTERS:
-        return True
-    return not validates_only and key.startswith(_SECTIONS) and not _MAY_CHANGE.fullmatch(key)
+    return key.resumes == SAME_MODEL or (key.resumes == SAME and not validates_only)
 
 
 def is_the_same(key: str, before: Any, now: Any) -> bool:
@@ -109,45 +79,55 @@ def is_the_same(key: str, before: Any, now: Any) -> bool:
     return key == "reward_model.reward_manager" and before in REWARD_MANAGERS and now in REWARD_MANAGERS
 
 
-def files_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def files_of(tree: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[tuple[str, list[str]]]:
     """Yield each key that names local files or folders of the model, the reward or the data, and these."""
-    values = values_of(tree)
-    for key in FILES:
-        value = values.get(key)
-        paths = [value] if isinstance(value, str) else value or []
+    for key, facts in all_keys(schema).items():
+        value = value_in(tree, key) if facts.names_files else None
+        paths = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         local = [expand(path) for path in paths if path and not is_url(path)]
         if local and len(local) == len(paths) and all(map(os.path.exists, local)):
             yield key, local
 
 
-def default_name(command: str, tree: Mapping[str, Any]) -> str:
+def default_name(command: str, value_of: Callable[[str], Any], schema: type[RootConfig]) -> str:
     """Return a name for a run that has none: command, model, data, and a digest of all that it trains.
 
     Equal commands get equal names, so that a repeated one resumes. Another model, reward, data set,
     algorithm or seed gives another name.
+
+    Args:
+        command: the first word of the name, unless there is an estimator.
+        value_of: returns the value of a key, by its path; None if there is none.
+        schema: the tree of these keys.
     """
-    values = values_of(tree)
-    trained = {key: value for key, value in values.items() if decides_what_is_trained(key)}
-    for section, keys in _ADAPTERS_OF.items():
-        if not (values.get(f"{section}lora_rank") or values.get(f"{section}lora_adapter_path")):
-            trained = {key: value for key, value in trained.items() if key not in keys}
-    trained |= {key: values.get(key) for key in ("algorithm.adv_estimator", "trainer.seed")}
-    if (manager := "reward_model.reward_manager") in trained and is_the_same(
-        manager, trained[manager], "naive"
-    ):
-        trained[manager] = "naive"
-    for key in FILES:
-        value = trained.get(key)
-        if isinstance(value, str | list):
-            trained[key] = [_absolute(path) for path in ([value] if isinstance(value, str) else value)]
+    trained: dict[str, Any] = {}
+    for key, facts in all_keys(schema).items():
+        section, _, name = key.rpartition(".")
+        if not decides_what_is_trained(facts):
+            continue
+        adapters = value_of(f"{section}.lora_rank") or value_of(f"{section}.lora_adapter_path")
+        if facts.resumes == SAME_MODEL and name != "path" and not adapters:
+            continue
+        value = value_of(key)
+        if facts.names_files and isinstance(value, str | list):
+            value = [_absolute(path) for path in ([value] if isinstance(value, str) else value)]
+        elif is_the_same(key, value, "naive"):
+            value = "naive"
+        trained |= values_of({key: value})
+    estimator = value_of("algorithm.adv_estimator")
+    trained |= {"algorithm.adv_estimator": estimator, "trainer.seed": value_of("trainer.seed")}
     digest = hashlib.sha256(json.dumps(trained, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    if (estimator := values.get("algorithm.adv_estimator", "gae")) != "gae":
-        command = str(estimator)
-    model = next((values[key] for key in _MODELS if isinstance(values.get(key), str)), "")
-    files = values.get("data.train_files") or values.get("data.val_files") or []
+    models = (value_of(key) for key in ("model.path", "actor_rollout_ref.model.path"))
+    model = next((path for path in models if isinstance(path, str)), "")
+    files = value_of("data.train_files") or value_of("data.val_files") or []
     first = next(iter(files), "") if isinstance(files, list) else files
     place = Path(str(first))
-    words = [command, Path(model).name, place.parent.name or place.stem, digest]
+    words = [
+        command if estimator in (None, "gae") else str(estimator),
+        Path(model).name,
+        place.parent.name or place.stem,
+        digest,
+    ]
     return "-".join(
         word for word in (re.sub(r"[^\w.]+", "_", word)[:40].strip("_.") for word in words) if word
     )

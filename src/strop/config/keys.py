@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import (
+    FILES,
     LARGEST_FLOAT,
     LARGEST_INT,
     LARGEST_SIZE,
@@ -22,6 +23,7 @@ from strop.config.schema.base import (
     Expected,
     Limit,
     Required,
+    Resumes,
     Section,
 )
 from strop.config.schema.data import RowsConfig
@@ -55,6 +57,10 @@ class Key:
     limits: tuple[Limit, ...]
     """Markers of the sections above it, then its own."""
     required: Required | None
+    resumes: Resumes | None = None
+    """What a resume requires of its value; None for a section."""
+    names_files: bool = False
+    """Its value names files or folders; equal contents are the same value, wherever they are."""
 
 
 @cache
@@ -158,16 +164,23 @@ def _last_word(path: str) -> str:
 
 def _walk(section: type[Section], prefix: str = "", inherited: tuple[Limit, ...] = ()) -> Iterator[Key]:
     for name, field in section.model_fields.items():
-        path, inner = f"{prefix}{name}", field.annotation
-        limits = (*inherited, *(item for item in field.metadata if isinstance(item, Limit)))
+        path, inner, marks = f"{prefix}{name}", field.annotation, field.metadata
+        limits = (*inherited, *(item for item in marks if isinstance(item, Limit)))
         if isinstance(inner, type) and issubclass(inner, Section):
             doc = (inner.__doc__ or "").strip().splitlines()[0]
             yield Key(path, "a section (a mapping of keys)", doc, True, limits, None)
             yield from _walk(inner, f"{path}.", limits)
         else:
-            required = next((item for item in field.metadata if isinstance(item, Required)), None)
-            words = _in_words(inner, field.metadata)
-            yield Key(path, words, field.description or "", False, limits, required)
+            yield Key(
+                path,
+                _in_words(inner, marks),
+                field.description or "",
+                False,
+                limits,
+                next((item for item in marks if isinstance(item, Required)), None),
+                next((item for item in marks if isinstance(item, Resumes)), section.resumes),
+                any(item is FILES for item in marks),
+            )
 
 
 def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:

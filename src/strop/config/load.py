@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,8 +15,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from pydantic import ValidationError
 
+from strop.config.derived import STEPS, Values, written_paths
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
-from strop.config.memory.choices import with_choices
+from strop.config.memory.choices import choices, with_values
 from strop.config.overrides import apply_override, compose_file, locate, shipped_names, split_overrides
 from strop.config.recipes import read_recipe
 from strop.config.schema import Config, RootConfig
@@ -74,22 +76,27 @@ def load_tree(
             config_path = None
     file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
-    layer = compose_file(file, groups, tree.name) if file else OmegaConf.create({})
-    OmegaConf.set_struct(layer, False)
-    below = read_recipe(recipe, tree.name) if recipe is not None else OmegaConf.create({})
-    layer = cast(DictConfig, OmegaConf.merge(below, _layer(defaults or {}), layer, *map(_layer, values)))
-    return _build(tree, layer, settings, problems, notes)
+    layers = [(f"recipe {recipe}", _plain(read_recipe(recipe, tree.name)))] if recipe is not None else []
+    layers.append(("command", _nested(defaults or {})))
+    if file:
+        layers.append((f"file {file}", _plain(compose_file(file, groups, tree.name))))
+    layers += [("argument", _nested(keys)) for keys in values]
+    return _build(tree, layers, settings, problems, notes)
 
 
-def _layer(values: Mapping[str, Any]) -> DictConfig:
-    """Return keys, which may have dots, and nested mappings as one tree."""
+def _nested(values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return keys, which may have dots, and nested mappings as one nested mapping."""
     layer = OmegaConf.create({})
     for key, value in values.items():
         try:
             OmegaConf.update(layer, key, value, merge=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value!r:.80}: {str(error).splitlines()[0]}") from error
-    return layer
+    return _plain(layer)
+
+
+def _plain(layer: DictConfig) -> dict[Any, Any]:
+    return cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False))
 
 
 def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
@@ -104,8 +111,7 @@ def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
         layer = OmegaConf.create(config) if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration: {str(error).splitlines()[0]}") from error
-    OmegaConf.set_struct(layer, False)
-    return _build(PPO, layer, [], [], [])
+    return _build(PPO, [("argument", _plain(layer))], [], [], [])
 
 
 def to_yaml(config: RootConfig) -> str:
@@ -114,59 +120,88 @@ def to_yaml(config: RootConfig) -> str:
 
 
 def _build(
-    tree: Tree[Root], layer: DictConfig, settings: list[Override], problems: list[str], notes: list[str]
+    tree: Tree[Root],
+    layers: list[tuple[str, dict[Any, Any]]],
+    settings: list[Override],
+    problems: list[str],
+    notes: list[str],
 ) -> Root:
-    """Lay `layer` and `settings` over the defaults, resolve, validate.
+    """Lay ``layers``, each with its author, and ``settings`` over the defaults, derive, resolve, validate.
 
-    `problems` and `notes` are those known already.
+    ``problems`` and ``notes`` are those known already.
     """
-    given = cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False))
-    problems, names = list(problems), Translation()
+    values, names = Values(tree.defaults()), Translation()
     if tree is PPO:
-        names = _of_verl(given, settings)
-        given = without_foreign(given)
-        layer = OmegaConf.create(given)
+        given = OmegaConf.merge(*(OmegaConf.create(keys) for _, keys in layers))
+        names = _of_verl(_plain(cast(DictConfig, given)), settings)
+        layers = [(author, without_foreign(keys)) for author, keys in layers]
         settings = [own for setting in settings if (own := _own_part(setting))]
-        problems += names.problems
-    in_file = written_paths(given)
-    defaults = cast(DictConfig, OmegaConf.merge(tree.defaults()))  # a copy
-    OmegaConf.set_readonly(defaults, False)
-    for path in _of_another_kind(OmegaConf.to_container(defaults, resolve=False), given):
-        section, _, name = path.rpartition(".")
-        # OmegaConf cannot merge the two.
-        del (OmegaConf.select(defaults, section) if section else defaults)[name]
-    merged = cast(DictConfig, OmegaConf.merge(defaults, layer))
-    OmegaConf.set_readonly(merged, False)
-    overridden: set[str] = set()
-    for override in settings:
-        if problem := apply_override(merged, override, tree.schema):
-            problems.append(problem)
-        overridden |= written_paths({override.key_or_group: override.value()})
-    for path, value in {**{path: tree.raw_default(path) for path in names.defaults}, **names.values}.items():
-        OmegaConf.update(merged, path, value, force_add=True)
-    overridden |= {path[:end] for path in names.values for end, mark in enumerate(f"{path}.") if mark == "."}
-    written = (in_file | overridden) - set(names.defaults)
-    tree.settle(merged, written)
+    for author, keys in layers:
+        values = values.under(keys, author) if keys else values
+    in_file = values.written
+    values, unusable = _overridden(values, settings, tree.schema)
+    values = _translated(values, names, tree)
+    for step in STEPS:
+        values = step(values, tree)
 
     by_path: dict[str, str | None] = {}
-    plain = resolve(merged, by_path)
+    plain = resolve(values.tree, by_path)
     config = None
     try:
         config = tree.schema.model_validate(plain)
     except ValidationError as error:
         lines = _readable(error, plain, tree.schema)
         # A key that follows another one repeats its mistake.
-        own = {path: line for path, line in lines.items() if path in written or not tree.followed_by(path)}
+        own = {
+            path: line for path, line in lines.items() if path in values.written or not tree.followed_by(path)
+        }
         by_path = {**(own or lines), **by_path}
+    problems = [*problems, *names.problems, *unusable]
     if problems or by_path or config is None:
         for path, source in names.sources.items():
             if source != path and by_path.get(path):
                 by_path[path] = f"{by_path[path]} (written as {source})"
         raise ConfigError(*problems, *(line for line in by_path.values() if line is not None))
     keys = all_keys(tree.schema)
-    changed = {path for path in in_file if path in keys and _differs(merged, tree, path)}
-    config.note_written(written, meant=overridden | changed, notes=[*notes, *names.notes])
-    return with_choices(config)
+    meant = {path for path in in_file if path in keys and _differs(values.tree, tree, path)}
+    meant |= _paths_of(settings) | _with_sections(names.values)
+    config.note_written(values.written, meant=meant, notes=[*notes, *names.notes])
+    chosen, whys = choices(config)
+    config = with_values(config, chosen)
+    config.note_authors({**values.authors, **{key: f"derived: {why}" for key, why in whys.items()}})
+    return config
+
+
+def _overridden(
+    values: Values, settings: list[Override], schema: type[RootConfig]
+) -> tuple[Values, list[str]]:
+    """Return ``values`` with overrides applied, and a line for each that cannot be."""
+    if not settings:
+        return values, []
+    tree, paths = copy.deepcopy(values.tree), _paths_of(settings)
+    problems = [line for setting in settings if (line := apply_override(tree, setting, schema))]
+    authors = {**values.authors, **dict.fromkeys(paths, "override")}
+    return Values(tree, authors, values.written | paths), problems
+
+
+def _paths_of(settings: list[Override]) -> set[str]:
+    return {path for one in settings for path in written_paths({one.key_or_group: one.value()})}
+
+
+def _translated(values: Values, names: Translation, tree: Tree[Any]) -> Values:
+    """Return ``values`` with those of verl's keys under their names here."""
+    defaults = {path: tree.raw_default(path) for path in names.defaults}
+    sources = {path: f"verl: {names.sources[path]}" for path in names.values}
+    values = values.changed({**defaults, **names.values}, sources)
+    authors = {path: author for path, author in values.authors.items() if path not in defaults}
+    return replace(
+        values, authors=authors, written=(values.written | _with_sections(names.values)) - defaults.keys()
+    )
+
+
+def _with_sections(paths: Iterable[str]) -> set[str]:
+    """Return paths, and those of all sections that hold them."""
+    return {path[:end] for path in paths for end, mark in enumerate(f"{path}.") if mark == "."}
 
 
 def _of_verl(given: dict[Any, Any], settings: list[Override]) -> Translation:
@@ -187,25 +222,6 @@ def _own_part(setting: Override) -> Override | None:
     if not own:
         return None
     return setting if own == {key: value} else replace(setting, _value=own[key])
-
-
-def _of_another_kind(default: Any, given: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths at which one is a list and the other a mapping."""
-    if {type(default), type(given)} == {dict, list}:
-        yield path
-    elif isinstance(default, dict) and isinstance(given, dict):
-        for key in default.keys() & given.keys():
-            yield from _of_another_kind(default[key], given[key], f"{path}.{key}" if path else key)
-
-
-def written_paths(mapping: dict[Any, Any], prefix: str = "") -> set[str]:
-    """Return the full path of every key in a plain nested mapping."""
-    paths: set[str] = set()
-    for key, value in mapping.items():
-        paths.add(f"{prefix}{key}")
-        if isinstance(value, dict):
-            paths |= written_paths(value, f"{prefix}{key}.")
-    return paths
 
 
 def resolve(node: DictConfig, problems: dict[str, str | None], prefix: str = "") -> dict[Any, Any]:

@@ -11,11 +11,11 @@ from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, too_few_rows
 from strop.config.checks import inputs, learning, lora, memory, processes, publishing, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
+from strop.config.derived import NEW_LIB, OLD_LIBS
 from strop.config.keys import value_at
 from strop.config.placement import Placement
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.trees import NEW_LIB, OLD_LIBS
 from strop.errors import Attempts, ConfigError
 
 

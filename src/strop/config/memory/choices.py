@@ -23,6 +23,7 @@ from strop.config.batch_plan import (
     sequences_of_a_row,
     strategy_of,
 )
+from strop.config.derived import recorded_run
 from strop.config.identity import value_in
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import memory_for
@@ -35,11 +36,10 @@ from strop.config.memory.forecast import (
     whole_gradients,
 )
 from strop.config.paths import expand
-from strop.config.placement import Placement, Root, pools_of, process_count, uses_gpu
+from strop.config.placement import Placement, pools_of, process_count, uses_gpu
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
-from strop.config.trees import recorded_run
 from strop.errors import ConfigError
 
 MOST_TOKENS, MOST_ON_A_GPU = 4096, 8192
@@ -55,8 +55,8 @@ _ROWS_OF_AN_UNKNOWN_MODEL = 8
 _SHARE_OF_A_PASS, _SHARE_OF_GRADIENTS = 0.5, 0.25
 
 
-def with_choices(config: Root) -> Root:
-    """Return ``config`` with a token cap for each pass that is cut by tokens, and how gradients are reduced.
+def choices(config: RootConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return token caps of passes, how gradients are reduced, and the reasons, for keys without a value.
 
     A value that is not written is that of an earlier run of the model in the same folder, or chosen:
 
@@ -68,19 +68,22 @@ def with_choices(config: Root) -> Root:
       False if either size is unknown.
     """
     before, values, chosen = _earlier_run(config), dict[str, Any](), list[tuple[_Pass, str]]()
+    whys: dict[str, str] = {}
     for part in _passes(config):
         for key in part.undecided(config):
             kept = part.kept(config, before, key)
             values[key] = part.fallback(key) if kept is None else kept
+            whys[key] = (
+                "size of model or memory unknown" if kept is None else "as in an earlier run in this folder"
+            )
             chosen += [(part, key)] if kept is None else []
-    if not values:
-        return config
-    filled = _with_values(config, values)
+    filled = with_values(config, values)
     free = _free_memory(filled) if chosen else {}
     for part, key in chosen:
         choice = part.choose(filled, key, free[part.pool]) if part.pool in free else None
-        values[key] = values[key] if choice is None else choice
-    return _with_values(config, values)
+        if choice is not None:
+            values[key], whys[key] = choice, "chosen from the memory"
+    return values, whys
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ def _free_memory(config: RootConfig) -> dict[str, int]:
     return {pool: max(own - need.held, 0) for pool, need in needs.items() if need.held is not None}
 
 
-def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
+def with_values(section: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of a section with other values, by their paths in it."""
     below: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
@@ -220,7 +223,7 @@ def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
         below.setdefault(name, {})[rest] = value
     return section.model_copy(
         update={
-            name: parts[""] if "" in parts else _with_values(getattr(section, name), parts)
+            name: parts[""] if "" in parts else with_values(getattr(section, name), parts)
             for name, parts in below.items()
         }
     )

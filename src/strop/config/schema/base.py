@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -74,6 +74,33 @@ class Required:
     when: str = ""
 
 
+class Resumes(str):
+    """Marker on a field: what a resume requires of the key's value.
+
+    A section says it for those of its fields that do not: ``class DataConfig(Section, resumes=SAME)``.
+    """
+
+    __slots__ = ()
+
+
+SAME_MODEL = Resumes("same model")
+"""The value of the checkpoint, also in a run that only validates."""
+SAME = Resumes("same")
+"""The value of the checkpoint, unless the run only validates."""
+MAY_CHANGE = Resumes("may change")
+"""Any; a change is logged."""
+NOT_COMPARED = Resumes("not compared")
+"""Any: the key says where a run is, and whether it resumes."""
+
+
+@dataclass(frozen=True)
+class NamesFiles:
+    """Marker on a field whose value names files or folders: equal contents are the same value."""
+
+
+FILES = NamesFiles()
+
+
 def _check_text(value: Any) -> None:
     """Raise for a text, at any depth, that no file, process or tracker can take."""
     if isinstance(value, str) and ("\0" in value or not value.isascii()):
@@ -100,6 +127,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    resumes: ClassVar[Resumes | None] = None
+    """What a resume requires of fields without a marker of their own."""
+
+    def __init_subclass__(cls, *, resumes: Resumes | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if resumes is not None:
+            cls.resumes = resumes
 
     @field_validator("*", mode="before")
     @classmethod
@@ -250,7 +285,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2), Expected("list of two floats in [0, 1)")]
 
 
-class OptimConfig(Section):
+class OptimConfig(Section, resumes=MAY_CHANGE):
     """AdamW and its learning-rate schedule, a function of the iteration."""
 
     lr: Annotated[NonNegativeFloat, Field(le=10)]
@@ -285,7 +320,7 @@ class OptimConfig(Section):
     """AdamW's constant in the denominator."""
 
 
-class PpoUpdateConfig(Section):
+class PpoUpdateConfig(Section, resumes=MAY_CHANGE):
     """The update of a model on an iteration's samples."""
 
     strategy: Strategy

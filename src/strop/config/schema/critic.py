@@ -6,6 +6,8 @@ from typing import Annotated
 
 from strop.config.names import needs_critic
 from strop.config.schema.base import (
+    FILES,
+    SAME_MODEL,
     At,
     FsdpConfig,
     PositiveFloat,
@@ -38,7 +40,7 @@ NO_CRITIC = no_effect("without a critic", _no_critic, "algorithm.adv_estimator n
 class CriticModelConfig(ModelConfig):
     """The model under the value head."""
 
-    path: str
+    path: Annotated[str, SAME_MODEL, FILES]
     """Hugging Face model whose body the critic starts from."""
     tokenizer_path: str
     """Tokenizer that is saved next to the critic's checkpoint."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from strop.config.schema.base import (
+    FILES,
+    MAY_CHANGE,
+    SAME,
     Expected,
     Names,
     PositiveInt,
@@ -21,13 +24,14 @@ NO_VALIDATION = no_effect(
 PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv, .tsv (docs/data.md)"
 
 
-class RowsConfig(Section):
+class RowsConfig(Section, resumes=SAME):
     """Rows for training and validation."""
 
-    tokenizer: str | None
+    tokenizer: Annotated[str | None, FILES]
     """Tokenizer folder or name; null: the one of the model that is trained."""
     train_files: Annotated[
         Names,
+        FILES,
         Required(
             PROMPT_FILE,
             "data/train.parquet",
@@ -38,6 +42,7 @@ class RowsConfig(Section):
     """Training rows: .parquet, .jsonl, .json, .csv, .tsv, a saved data set, owner/name:split; or a list."""
     val_files: Annotated[
         Names,
+        MAY_CHANGE,
         Required(
             PROMPT_FILE,
             "data/test.parquet",
@@ -58,19 +63,19 @@ class RowsConfig(Section):
     """Variables of the chat template, for example {enable_thinking: False}."""
     allow_special_tokens: bool
     """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
-    train_batch_size: PositiveInt
+    train_batch_size: Annotated[PositiveInt, MAY_CHANGE]
     """Rows per iteration, over all processes. If not set, and there are fewer rows than this: 32 or fewer."""
-    val_batch_size: PositiveInt
+    val_batch_size: Annotated[PositiveInt, MAY_CHANGE]
     """Rows in one batch of validation; it never changes a result."""
-    max_prompt_length: PositiveInt
+    max_prompt_length: Annotated[PositiveInt, MAY_CHANGE]
     """Longest prompt in tokens; shorter ones are padded on the left to it."""
-    max_response_length: PositiveInt
+    max_response_length: Annotated[PositiveInt, MAY_CHANGE]
     """Longest response in tokens, its end token among them."""
-    shuffle: bool
+    shuffle: Annotated[bool, MAY_CHANGE]
     """Visit the training rows in a new seeded order every epoch; False: in the order of the files."""
-    num_workers: Processes | None
+    num_workers: Annotated[Processes | None, MAY_CHANGE]
     """Processes that tokenise the files; null: one for each core."""
-    cache_dir: str
+    cache_dir: Annotated[str, MAY_CHANGE]
     """Folder for tokenised files and for files fetched from a URL; models from the hub go into HF_HOME."""
 
 
@@ -83,15 +88,15 @@ class DataConfig(RowsConfig):
     """Data source of the rows of files that lack the column reward_fn_key."""
     answer_key: Text | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
-    train_batch_size: PositiveInt
+    train_batch_size: Annotated[PositiveInt, MAY_CHANGE]
     """Prompts per iteration, rollout.n answers each. If not set, and there are fewer rows: 32 or fewer."""
-    val_max_samples: Annotated[PositiveInt | None, NO_VALIDATION]
+    val_max_samples: Annotated[PositiveInt | None, MAY_CHANGE, NO_VALIDATION]
     """Validate on this many prompts of each data source, its first ones; null: on all."""
-    return_raw_input_ids: bool
+    return_raw_input_ids: Annotated[bool, MAY_CHANGE]
     """Also put the prompt's ids without the chat template into the batch."""
-    return_raw_chat: bool
+    return_raw_chat: Annotated[bool, MAY_CHANGE]
     """Also put the prompt's chat messages, as in the file, into the batch."""
-    truncation: Literal["error", "left", "right", "middle"]
+    truncation: Annotated[Literal["error", "left", "right", "middle"], MAY_CHANGE]
     """Treatment of a prompt over max_prompt_length that was not filtered: stop, or cut it on that side."""
-    filter_overlong_prompts: bool
+    filter_overlong_prompts: Annotated[bool, MAY_CHANGE]
     """Drop prompts over max_prompt_length when the files are read, and log how many."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from strop.config.schema.base import (
+    FILES,
+    MAY_CHANGE,
+    SAME_MODEL,
     At,
     AttentionName,
     ComputeDtype,
@@ -46,10 +49,15 @@ def _is_megatron(at: At) -> bool:
 ModuleNames = Annotated[Text | list[Text], Expected("string or list of strings")]
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, resumes=MAY_CHANGE):
     """A Hugging Face model that is trained."""
 
-    path: Annotated[str, Required("a Hugging Face folder, hub name or URL", "Qwen/Qwen2.5-0.5B-Instruct")]
+    path: Annotated[
+        str,
+        SAME_MODEL,
+        FILES,
+        Required("a Hugging Face folder, hub name or URL", "Qwen/Qwen2.5-0.5B-Instruct"),
+    ]
     """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
     external_lib: Modules
     """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
@@ -105,17 +113,17 @@ class ModelConfig(Section):
         no_effect("in any run", lambda at: at.value, "models compute with their own modules"),
     ]
     """A key of verl: the modules of the package liger_kernel."""
-    lora_rank: Count
+    lora_rank: Annotated[Count, SAME_MODEL]
     """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
-    lora_alpha: Annotated[PositiveFloat, _no_lora(16), _of_new_adapters(16)]
+    lora_alpha: Annotated[PositiveFloat, SAME_MODEL, _no_lora(16), _of_new_adapters(16)]
     """Adapters are scaled by lora_alpha / lora_rank."""
-    target_modules: Annotated[ModuleNames, _no_lora("all-linear"), _of_new_adapters("all-linear")]
+    target_modules: Annotated[ModuleNames, SAME_MODEL, _no_lora("all-linear"), _of_new_adapters("all-linear")]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
-    exclude_modules: Annotated[ModuleNames | None, _no_lora(None), _of_new_adapters(None)]
+    exclude_modules: Annotated[ModuleNames | None, SAME_MODEL, _no_lora(None), _of_new_adapters(None)]
     """Layers without adapters: a list of names' ends, or a regular expression of names."""
-    modules_to_save: Annotated[Names, _no_lora([]), _of_new_adapters([])]
+    modules_to_save: Annotated[Names, SAME_MODEL, _no_lora([]), _of_new_adapters([])]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
-    lora_adapter_path: Text | None
+    lora_adapter_path: Annotated[Text | None, SAME_MODEL, FILES]
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: Annotated[bool, _no_lora(False)]
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from strop.config.backends import ROLLOUTS
 from strop.config.schema.base import (
+    MAY_CHANGE,
     At,
     Count,
     Expected,
@@ -47,7 +48,7 @@ RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dummy_dtensor", "dummy_hf"]
 
 
-class ValSamplingConfig(Section):
+class ValSamplingConfig(Section, resumes=MAY_CHANGE):
     """Sampling of validation answers."""
 
     do_sample: bool
@@ -345,7 +346,7 @@ class ActorModelConfig(ModelConfig):
     """Deprecated name of external_lib."""
 
 
-class RefConfig(Section):
+class RefConfig(Section, resumes=MAY_CHANGE):
     """The reference model; it is loaded only when a KL term is on."""
 
     fsdp_config: Annotated[FrozenFsdpConfig, FOR_FSDP]
@@ -367,7 +368,7 @@ def has_kl_term(config: Any) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
 
 
-class ActorRolloutRefConfig(Section):
+class ActorRolloutRefConfig(Section, resumes=MAY_CHANGE):
     """The policy: its model, its update (actor), its generation (rollout), and the reference model (ref)."""
 
     hybrid_engine: bool

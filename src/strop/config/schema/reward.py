@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from strop.config.schema.base import (
+    FILES,
+    MAY_CHANGE,
+    SAME,
     Count,
     Fraction,
     Modules,
@@ -42,13 +45,14 @@ class RewardFsdpConfig(Section):
     """Free gathered parameters after a layer's forward pass; False: when all micro-batches are done."""
 
 
-class RewardModelModelConfig(Section):
+class RewardModelModelConfig(Section, resumes=SAME):
     """The sequence classifier that scores responses."""
 
-    input_tokenizer: str | None
+    input_tokenizer: Annotated[str | None, FILES]
     """Tokenizer of the policy, when the reward model's chat template differs; null: they share one."""
     path: Annotated[
         str,
+        FILES,
         Required(
             "a sequence classifier",
             "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
@@ -57,32 +61,33 @@ class RewardModelModelConfig(Section):
         ),
     ]
     """Model for AutoModelForSequenceClassification: folder, name, hdfs:// or any fsspec URL."""
-    external_lib: Modules
+    external_lib: Annotated[Modules, MAY_CHANGE]
     """Package, or list of packages, to import first."""
-    trust_remote_code: bool
+    trust_remote_code: Annotated[bool, MAY_CHANGE]
     """Run Python code that comes with the model."""
     fsdp_config: Annotated[RewardFsdpConfig, FOR_FSDP]
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(Section, resumes=SAME):
     """The reward model (only with enable), and the reward manager (always)."""
 
     enable: bool
     """Score with a model as well; False: with functions only."""
     model: Annotated[RewardModelModelConfig, _NO_MODEL]
     megatron: Annotated[MegatronConfig, _NO_MODEL, FOR_MEGATRON]
-    micro_batch_size: Annotated[PositiveInt | None, _NO_MODEL]
+    micro_batch_size: Annotated[PositiveInt | None, MAY_CHANGE, _NO_MODEL]
     """Deprecated: micro_batch_size_per_gpu times the number of ranks."""
-    micro_batch_size_per_gpu: Annotated[PositiveInt | None, _NO_MODEL, by_rows()]
+    micro_batch_size_per_gpu: Annotated[PositiveInt | None, MAY_CHANGE, _NO_MODEL, by_rows()]
     """Sequences that the model scores in one forward pass, per rank; memory only."""
-    use_dynamic_bsz: Annotated[bool, _NO_MODEL]
+    use_dynamic_bsz: Annotated[bool, MAY_CHANGE, _NO_MODEL]
     """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
-    forward_max_token_len_per_gpu: Annotated[PositiveInt | None, _NO_MODEL, by_tokens()]
+    forward_max_token_len_per_gpu: Annotated[PositiveInt | None, MAY_CHANGE, _NO_MODEL, by_tokens()]
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
-    ulysses_sequence_parallel_size: Annotated[SharedSequences, _NO_MODEL]
+    ulysses_sequence_parallel_size: Annotated[SharedSequences, MAY_CHANGE, _NO_MODEL]
     """Neighbouring ranks that share each sequence; needs use_remove_padding of actor_rollout_ref.model."""
     max_length: Annotated[
         PositiveInt | None,
+        MAY_CHANGE,
         _NO_MODEL,
         no_effect(
             "with reward_model.model.input_tokenizer=null",
@@ -95,6 +100,7 @@ class RewardModelConfig(Section):
     """naive (one process), prime (num_workers processes), or an import path."""
     num_workers: Annotated[
         Processes | None,
+        MAY_CHANGE,
         no_effect(
             "without reward_model.reward_manager=prime",
             lambda at: at.section.reward_manager != "prime",
@@ -104,15 +110,15 @@ class RewardModelConfig(Section):
     """Scoring processes of prime, on the driver's machine; null: one for each core, at most 16."""
     reward_kwargs: dict[str, Any]
     """Further keyword arguments of the reward manager."""
-    timeout_s: Seconds
+    timeout_s: Annotated[Seconds, MAY_CHANGE]
     """Seconds that a reward function may take for one sample before it is cut off."""
-    error_score: Number
+    error_score: Annotated[Number, MAY_CHANGE]
     """Score of a sample whose reward failed, was cut off or is not finite; see docs/rewards.md."""
-    max_error_rate: Fraction
+    max_error_rate: Annotated[Fraction, MAY_CHANGE]
     """Share of such samples, among the last 256 or a larger batch, above which the run stops."""
-    memory_limit_mb: PositiveInt | None
+    memory_limit_mb: Annotated[PositiveInt | None, MAY_CHANGE]
     """Limit of a scoring process's private memory, and of each that it starts, in MiB; null: none."""
-    max_concurrency: PositiveInt
+    max_concurrency: Annotated[PositiveInt, MAY_CHANGE]
     """Samples that an async reward function scores at the same time, in one process."""
     parts: dict[str, Any]
     """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
@@ -122,16 +128,16 @@ class RewardModelConfig(Section):
     """Score of such a response."""
     min_response_length: Annotated[Count, _NO_PENALTY]
     """Responses that stopped before this many tokens get that score, too."""
-    num_examine: Count
+    num_examine: Annotated[Count, MAY_CHANGE]
     """Training samples per data source to log with their score, each iteration."""
-    val_num_examine: Count
+    val_num_examine: Annotated[Count, MAY_CHANGE]
     """Validation samples per data source to log with their score, in the first and the last validation."""
 
 
-class CustomRewardFunctionConfig(Section):
+class CustomRewardFunctionConfig(Section, resumes=SAME):
     """Your own reward function: compute_score(response, ground_truth, ...); see docs/rewards.md."""
 
-    path: str | None
+    path: Annotated[str | None, FILES]
     """Python file that defines it; null: the built-in scorers, by data source."""
     name: Annotated[
         str, no_effect("with custom_reward_function.path=null", lambda at: at.section.path is None)

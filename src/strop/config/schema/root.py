@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
 
 from strop.config.names import estimators
 from strop.config.schema.base import (
+    MAY_CHANGE,
     At,
     Count,
     Fraction,
@@ -36,7 +37,7 @@ def _steers_no_kl(at: At) -> bool:
 _NO_STEERING = no_effect("without an adaptive KL in the reward", _steers_no_kl)
 
 
-class KlControlConfig(Section):
+class KlControlConfig(Section, resumes=MAY_CHANGE):
     """The weight of the KL penalty in the reward; unused with actor_rollout_ref.actor.use_kl_loss."""
 
     type: Annotated[
@@ -75,7 +76,7 @@ def _argument(name: str, *, neutral: float) -> Limit:
 _NO_FILTER = no_effect("with algorithm.filter_groups.enable=False", lambda at: not at.section.enable)
 
 
-class FilterGroupsConfig(Section):
+class FilterGroupsConfig(Section, resumes=MAY_CHANGE):
     """Dynamic sampling (DAPO): train on prompts whose answers differ, and generate until there are enough."""
 
     enable: bool
@@ -86,7 +87,7 @@ class FilterGroupsConfig(Section):
     """End the run with an error if an iteration would need more batches than this; 0: no limit."""
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, resumes=MAY_CHANGE):
     """From scores to advantages."""
 
     gamma: Annotated[Fraction, _argument("gamma", neutral=1.0)]
@@ -117,6 +118,7 @@ class RootConfig(Section):
     _written: frozenset[str] | None = PrivateAttr(default=None)
     _meant: frozenset[str] = PrivateAttr(default=frozenset())
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _authors: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def written(self) -> frozenset[str] | None:
@@ -135,6 +137,15 @@ class RootConfig(Section):
     def notes(self) -> tuple[str, ...]:
         """Notes on what was read otherwise than it was written: keys of verl."""
         return self._notes
+
+    def author(self, path: str) -> str:
+        """Return who decided the value of a key, and of the keys in a mapping; "" for the default."""
+        found = (name for key, name in self._authors.items() if f"{key}.".startswith(f"{path}."))
+        return ", ".join(dict.fromkeys(found))
+
+    def note_authors(self, authors: Mapping[str, str]) -> None:
+        """Record the authors of values that are no defaults."""
+        self._authors = dict(authors)
 
     def note_written(self, paths: Iterable[str], *, meant: Iterable[str], notes: Iterable[str] = ()) -> None:
         """Record which keys the user wrote: an unwritten default is not worth a warning."""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from strop.config.names import preference_losses
 from strop.config.schema.base import (
+    MAY_CHANGE,
     FsdpConfig,
     Limit,
     NonNegativeFloat,
@@ -32,9 +33,9 @@ from strop.config.schema.trainer import PairRunConfig, RunConfig
 class AnsweredDataConfig(RowsConfig):
     """Prompts with their answers, for training and validation."""
 
-    truncation: Literal["error", "left", "right", "middle"]
+    truncation: Annotated[Literal["error", "left", "right", "middle"], MAY_CHANGE]
     """Treatment of rows that are too long: stop, or cut the prompt on that side; answers lose their end."""
-    filter_overlong: bool
+    filter_overlong: Annotated[bool, MAY_CHANGE]
     """Drop rows with a prompt or an answer over its limit when the files are read, and log how many."""
 
 
@@ -60,7 +61,7 @@ class TrainedModelConfig(ModelConfig):
     fsdp_config: FsdpConfig
 
 
-class UpdateConfig(Section):
+class UpdateConfig(Section, resumes=MAY_CHANGE):
     """The update: one optimizer step per iteration."""
 
     strategy: Annotated[

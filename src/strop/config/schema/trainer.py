@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from strop.config.schema.base import (
+    MAY_CHANGE,
+    NOT_COMPARED,
     Count,
     Every,
     Expected,
@@ -47,7 +49,7 @@ _NO_ROLLOUTS = no_effect("with trainer.log_rollouts=False", lambda at: not at.se
 _NOT_PUBLISHED = no_effect("with trainer.push_to_hub=False", lambda at: not at.section.push_to_hub)
 
 
-class RunConfig(Section):
+class RunConfig(Section, resumes=MAY_CHANGE):
     """The run."""
 
     total_epochs: PositiveInt
@@ -56,7 +58,7 @@ class RunConfig(Section):
     """Iterations of the run; null: as many as total_epochs gives."""
     project_name: str
     """Project in the trackers and in default_local_dir."""
-    experiment_name: Annotated[str, Expected("string or null")]
+    experiment_name: Annotated[str, Expected("string or null"), NOT_COMPARED]
     """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
     logger: Names
     """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
@@ -84,7 +86,7 @@ class RunConfig(Section):
     """Validate before the first iteration."""
     val_only: bool
     """Validate once and stop."""
-    resume_mode: Text
+    resume_mode: Annotated[Text, NOT_COMPARED]
     """auto: newest of the same run in default_local_dir or default_hdfs_dir; disable; path or URL of one."""
     max_restarts: Annotated[Count, _ONE_PROCESS]
     """Most restarts from the last checkpoint, after a worker died or hung."""
@@ -92,7 +94,7 @@ class RunConfig(Section):
     """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
     default_hdfs_dir: Text | None
     """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
-    default_local_dir: Text
+    default_local_dir: Annotated[Text, NOT_COMPARED]
     """Run folder: checkpoints, metrics, samples, resolved config."""
     push_to_hub: Annotated[bool, no_effect("with trainer.val_only", lambda at: at.section.val_only)]
     """At the end, upload the trained model with a model card to the Hugging Face hub (docs/publishing.md)."""
