@@ -33,7 +33,7 @@ BY_ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=False"
 
 def row(text, name):
     (line,) = [line for line in text.splitlines() if name in line]
-    return line.split("│")[2].strip()
+    return line.strip().split("  ")[-1].strip()
 
 
 def test_the_report_shows_the_resolved_batch_sizes(overrides):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import math
 import os
@@ -59,7 +60,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def cells(lines: list[str]) -> dict[str, list[str]]:
     """Rows of the printed table by data source."""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    heading = next(number for number, line in enumerate(lines) if "mean score" in line)
+    rows = [line.split() for line in itertools.takewhile(str.strip, lines[heading + 2 :])]
     return {row[0]: row[1:] for row in rows}
 
 

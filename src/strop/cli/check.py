@@ -10,6 +10,7 @@ import argparse
 import logging
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from logging.handlers import MemoryHandler
 
@@ -42,7 +43,8 @@ from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES, tree_of
 from strop.config.verl import versions
 from strop.errors import Attempts, ConfigError, problems_of
-from strop.terminal import literal
+from strop.terminal import literal, table
+from strop.trainer.commands import build
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -132,23 +134,19 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
 
     Returns warnings, errors, and the result for that row; "" if only built-in scorers are used.
     """
-    from strop.trainer.build import build_trainer, try_reward  # torch and transformers: seconds
-    from strop.trainer.supervised import TRAINERS, build
-
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
     log.setLevel(logging.WARNING)
     logger = logging.getLogger("strop")
     logger.addHandler(log)
-    attempt, trainer = Attempts(), None
+    attempt = Attempts()
     try:
-        if isinstance(config, Config):
-            trainer = attempt(lambda: build_trainer(config, with_weights=False))
-        elif isinstance(config, SupervisedConfig):
-            trainer = attempt(lambda: build(TRAINERS[type(config)], config, with_weights=False))
+        trainer = attempt(lambda: build(config, with_weights=False))
     finally:
         logger.removeHandler(log)
     scored, doubt = "", ""
     if trainer is not None and isinstance(config, Config):
+        from strop.trainer.build import try_reward
+
         scored, doubt = attempt(lambda: try_reward(trainer)) or ("", "")
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
@@ -200,16 +198,16 @@ def differences(config: RootConfig) -> Group:
 
 def plan_table(plan: BatchPlan, config: Config) -> Table:
     """Return a table of prompts, samples, mini-batches, micro-batches, optimizer steps and totals."""
-    table = _two_columns("Batch sizes")
-    table.add_row("prompts per iteration", f"{plan.prompts:,}")
-    table.add_row("samples per iteration", f"{plan.samples:,} = {plan.prompts:,} prompts x {plan.n}")
-    _add_update(table, "actor", plan.actor, config)
-    if plan.critic is not None:
-        _add_update(table, "critic", plan.critic, config)
-    table.add_row("old log-probs", f"from {_old_log_probs(config)}")
+    rows = {
+        "prompts per iteration": f"{plan.prompts:,}",
+        "samples per iteration": f"{plan.samples:,} = {plan.prompts:,} prompts x {plan.n}",
+        **_update_rows("actor", plan.actor, config),
+        **(_update_rows("critic", plan.critic, config) if plan.critic is not None else {}),
+        "old log-probs": f"from {_old_log_probs(config)}",
+    }
     for name, forward in plan.forwards.items():
         words = _micro_batches(forward, config, MICRO_BATCHES[name])
-        table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", words)
+        rows[f"{_FORWARD_NAMES[name]}: micro-batches on each rank"] = words
     totals: dict[str, int | None] = {
         "training prompts": plan.train_rows,
         "iterations per epoch": plan.iterations_per_epoch,
@@ -220,22 +218,20 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
         totals["actor: optimizer steps in the run"] = plan.actor_iterations * plan.actor.optimizer_steps
         if plan.critic is not None:
             totals["critic: optimizer steps in the run"] = plan.iterations * plan.critic.optimizer_steps
-    for name, number in totals.items():
-        unknown = "unknown: the training files were not read"
-        table.add_row(name, unknown if number is None else f"{number:,}")
-    return table
+    unknown = "unknown: the training files were not read"
+    rows |= {name: unknown if number is None else f"{number:,}" for name, number in totals.items()}
+    return _rows("Batch sizes", rows)
 
 
 def supervised_table(config: SupervisedConfig) -> Table:
     """Return a table of the rows and micro-batches of an iteration."""
-    table, keys = _two_columns("Batch sizes"), SUPERVISED_MICRO_BATCH
-    table.add_row("rows per iteration, one optimizer step", f"{config.data.train_batch_size:,}")
+    keys = SUPERVISED_MICRO_BATCH
     if value_at(config, keys.dynamic):
         words = _tokens(value_at(config, keys.max_tokens), config, keys)
     else:
         words = f"{value_at(config, keys.per_gpu)} rows each"
-    table.add_row("micro-batches on each rank", words)
-    return table
+    rows = {"rows per iteration, one optimizer step": f"{config.data.train_batch_size:,}"}
+    return _rows("Batch sizes", {**rows, "micro-batches on each rank": words})
 
 
 def _old_log_probs(config: Config) -> str:
@@ -254,7 +250,7 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
     devices = {"auto": "the GPU if there is one, else the CPU", "cpu": "the CPU", "cuda": "the GPU"}
     placement, on_ray = Placement.from_config(config), runs_on_ray(config)
     local = "this process" if len(placement.pools) == 1 else "this process, thread of the pool {}"
-    table = _two_columns("Placement")
+    rows = {}
     generator = config.actor_rollout_ref.rollout.name
     names = {
         "ActorRollout": ("log_prob", f"actor and rollout ({generator})"),
@@ -271,75 +267,63 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
             count = placement.ranks(role)
             where = f"{count} process{'es' if count > 1 else ''}, each on {devices[config.trainer.device]}"
             nodes = ", ".join(map(str, placement.pools[pool]))
-            table.add_row(
-                name, literal(f"{where}; pool {pool}, by node: {nodes}" if on_ray else local.format(pool))
-            )
-    return table
+            rows[name] = f"{where}; pool {pool}, by node: {nodes}" if on_ray else local.format(pool)
+    return _rows("Placement", rows)
 
 
 def schedule_table(config: Config) -> Table:
     """Return a table of the schedule of generation ahead of training."""
     schedule, steps = Schedule.of(config), config.trainer.async_steps
-    table = _two_columns(f"Generation ahead of training: trainer.async_steps={steps}")
-    table.add_row("whole batches generated ahead", f"{schedule.ahead}")
-    table.add_row("further batches begun beside them", f"{schedule.beside}")
-    table.add_row(
-        "batch b is completed with the policy after update", f"b - {schedule.ahead + 1} (0: the start)"
-    )
-    oldest = steps + config.algorithm.filter_groups.enable  # groups may be carried over
-    table.add_row("updates between a token and its use, at most", f"{oldest}")
     facts = read_model_facts(config.actor_rollout_ref.model.path)
     size = None if facts is None or facts.parameters is None else facts.parameters * 4
-    table.add_row("versions of the weights in transfer, at most", f"{schedule.ahead + 1}")
-    total = None if size is None else size * (schedule.ahead + 1)
-    table.add_row("their memory, in float32 on the CPU", _size(total))
-    return table
+    rows = {
+        "whole batches generated ahead": f"{schedule.ahead}",
+        "further batches begun beside them": f"{schedule.beside}",
+        "batch b is completed with the policy after update": f"b - {schedule.ahead + 1} (0: the start)",
+        # Groups may be carried over.
+        "updates between a token and its use, at most": f"{steps + config.algorithm.filter_groups.enable}",
+        "versions of the weights in transfer, at most": f"{schedule.ahead + 1}",
+        "their memory, in float32 on the CPU": _size(None if size is None else size * (schedule.ahead + 1)),
+    }
+    return _rows(f"Generation ahead of training: trainer.async_steps={steps}", rows)
 
 
 def memory_table(memory: Forecast) -> Table:
     """Return a table of bytes by purpose."""
-    table = _two_columns("Memory of one rank (estimate, at full sequence lengths)")
-    for name, size in memory.resident.items():
-        table.add_row(name, _size(size))
-    for name, size in memory.phases.items():
-        table.add_row(f"during {name}", _size(size))
-    table.add_section()
-    table.add_row("peak: all weights and the largest phase", _size(memory.peak))
-    if memory.peak is None:
-        table.caption = "unknown: a model that is not in a local folder"
-    return table
+    sizes = {**memory.resident, **{f"during {name}": size for name, size in memory.phases.items()}}
+    sizes["peak: all weights and the largest phase"] = memory.peak
+    rows = {name: _size(size) for name, size in sizes.items()}
+    unknown = None if memory.peak is not None else "unknown: a model that is not in a local folder"
+    return _rows("Memory of one rank (estimate, at full sequence lengths)", rows, caption=unknown)
 
 
 def disk_table(samples: SampleFiles) -> Table:
     """Return a table of the disk space of samples."""
-    table = _two_columns("Samples on disk: rollouts/ (estimate, at full sequence lengths)")
-    table.add_row("a file: the samples of one iteration", _size(samples.file))
     unknown = "unknown: all are kept, of an unknown number of iterations"
-    table.add_row("files kept", unknown if samples.files is None else f"{samples.files:,}")
-    table.add_section()
-    table.add_row("at most", _size(None if samples.files is None else samples.files * samples.file))
-    return table
+    rows = {
+        "a file: the samples of one iteration": _size(samples.file),
+        "files kept": unknown if samples.files is None else f"{samples.files:,}",
+        "at most": _size(None if samples.files is None else samples.files * samples.file),
+    }
+    return _rows("Samples on disk: rollouts/ (estimate, at full sequence lengths)", rows)
 
 
-def _two_columns(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    return table
+def _rows(title: str, rows: Mapping[str, str], *, caption: str | None = None) -> Table:
+    return table(title, ("", ""), rows.items(), show_header=False, caption=caption)
 
 
-def _add_update(table: Table, name: str, update: UpdatePlan, config: Config) -> None:
-    table.add_row(
-        f"{name}: optimizer steps per iteration",
-        f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} ppo_epochs",
-    )
-    samples = f"{update.samples_per_mini_batch:,}"
+def _update_rows(name: str, update: UpdatePlan, config: Config) -> dict[str, str]:
+    steps, samples = f"{update.optimizer_steps:,}", f"{update.samples_per_mini_batch:,}"
     if update.samples_in_last < update.samples_per_mini_batch:
         samples += f"; the last {update.samples_in_last:,}"
-    table.add_row(f"{name}: samples in a mini-batch", samples)
     ranks = "rank" if update.sharing == 1 else f"{update.sharing} ranks"
-    words = _micro_batches(update, config, MICRO_BATCHES[name])
-    table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", words)
+    micro_batches = _micro_batches(update, config, MICRO_BATCHES[name])
+    return {
+        f"{name}: optimizer steps per iteration": f"{steps} = {update.mini_batches:,} mini-batches x "
+        f"{update.epochs} ppo_epochs",
+        f"{name}: samples in a mini-batch": samples,
+        f"{name}: micro-batches of a mini-batch, on each {ranks}": micro_batches,
+    }
 
 
 def _micro_batches(part: ForwardPlan, config: RootConfig, keys: MicroBatchKeys) -> str:

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +26,14 @@ from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.arguments import BATCH_NAMES, Function, Row, Sample, ScoreFunction, named_values, values_of
 from strop.rewards.custom import CustomReward
-from strop.rewards.router import BuiltInScorer, Router
+from strop.rewards.router import BuiltInScorer, Router, UnknownSourceError
 from strop.rewards.scorer import Outcome, Scorer
 from strop.rewards.worker.pool import Feed, RewardPool
-from strop.terminal import literal
+from strop.terminal import literal, table
 
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
 _WITHOUT_GROUND_TRUTH = ("format", "length")
-
-
-def _find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
-    """Return the first candidate that the row has; ``DataError`` names the option that chooses another."""
-    for column in candidates:
-        with contextlib.suppress(KeyError):
-            value_at(row, column)
-            return column
-    raise DataError(
-        f"no column {' or '.join(candidates)}; the columns are {', '.join(row)}. Choose one with {option} "
-        "(a dot reaches into nested columns)"
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,27 +90,19 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
     All rows are read, and every data source checked, before the first answer is scored.
     """
-    bounds = {
-        "limit": math.inf,
-        "timeout": MOST_SECONDS,
-        "workers": MOST_PROCESSES,
-        "concurrency": math.inf,
-    }
+    bounds = {"limit": None, "timeout": MOST_SECONDS, "workers": MOST_PROCESSES, "concurrency": None}
     for option, most in bounds.items():
         value = getattr(arguments, option)
-        if value is not None and not 0 < value <= most:
-            bound = f", at most {most}" if math.isfinite(most) else ""
+        if value is not None and not 0 < value <= (most or math.inf):
+            bound = f", at most {most}" if most else ""
             raise ConfigError(f"--{option} {value}: expected a number above 0{bound}")
     console = console or Console()
     with naming_options(_OPTIONS):
         scorer = _scorer(arguments)
-        values = _Values(arguments, scorer) if isinstance(scorer, Scorer) else None
-        samples = list(_samples(arguments, values))
+        samples = list(_Rows(arguments, scorer).samples())
     if not samples:
         raise DataError(f"{arguments.file}: there are no rows in it")
     _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
-    by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
-    first_error = ""
     pool = RewardPool(
         scorer,
         num_workers=arguments.workers,
@@ -130,16 +110,13 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         max_concurrency=arguments.concurrency,
     )
     with contextlib.closing(pool):
-        outcomes = pool.evaluate_all(Feed.of(samples))
-        progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
-        for sample, outcome in zip(samples, progress, strict=True):
-            by_source[sample.data_source].append(outcome)
-            first_error = first_error or outcome.error
-    console.print(_table(by_source))
-    if first_error:
-        found = in_options(first_error, _OPTIONS)
-        console.print(literal(f"The first answer that could not be scored:\n{found}"))
-    return 1 if first_error else 0
+        found = pool.evaluate_all(Feed.of(samples))
+        outcomes = list(track(found, "Scoring", console=console, transient=True, total=len(samples)))
+    console.print(_scores(samples, outcomes))
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        first = in_options(errors[0], _OPTIONS)
+        console.print(literal(f"The first answer that could not be scored:\n{first}"))
+    return 1 if errors else 0
 
 
 _OPTIONS = {
@@ -183,95 +160,113 @@ def _read_option(text: str) -> tuple[str, Any]:
 
 def _require_ready(scorer: ScoreFunction | Scorer, rows: Counter[str], timeout_s: float) -> None:
     """Require a scorer that works on this machine, within the timeout, for every data source."""
+    checks: list[Callable[[float], None]] = []
     if isinstance(scorer, BuiltInScorer):
-        _require_time(scorer.require_ready, timeout_s)
-    if not isinstance(scorer, Router):
-        return
-    if unknown := {source: count for source, count in sorted(rows.items()) if source not in scorer.sources}:
-        found = ", ".join(f"{source!r} ({count} rows)" for source, count in unknown.items())
-        raise RewardError(
-            f"data_source {found} has no scorer (known: {', '.join(scorer.sources)}). Score all rows with "
-            f"--scorer NAME ({', '.join(SCORERS)}) or with your own function, --custom PATH"
-        )
-    for source in rows:
-        _require_time(functools.partial(scorer.require_ready, source), timeout_s)
-
-
-def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> None:
-    require_ready(math.inf)  # first without a deadline: does it work on this machine?
-    try:
-        require_ready(timeout_s)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--timeout {timeout_s:g} is less than the limit of a program; raise it, or lower the limit with "
-            f"--scorer code --option timeout_s=SECONDS. As configuration keys: {error}"
-        ) from None
-
-
-def _samples(arguments: argparse.Namespace, values: _Values | None) -> Iterator[Sample]:
-    response, truth = arguments.response_column, arguments.ground_truth_column
-    needs_truth = values.needs_truth if values else arguments.scorer not in _WITHOUT_GROUND_TRUTH
-    for number, row in enumerate(itertools.islice(iterate(arguments.file), arguments.limit), start=1):
+        checks = [scorer.require_ready]
+    elif isinstance(scorer, Router):
+        if unknown := sorted(rows.keys() - set(scorer.sources)):
+            raise RewardError(
+                f"{UnknownSourceError(unknown[0], scorer.sources).what}: {rows[unknown[0]]} rows. Score all "
+                f"rows with --scorer NAME ({', '.join(SCORERS)}) or with your own function, --custom PATH"
+            )
+        checks = [functools.partial(scorer.require_ready, source) for source in rows]
+    for check in checks:
+        check(math.inf)  # first without a deadline: does it work on this machine?
         try:
-            response = response or _find_column(row, RESPONSE_COLUMNS, "--response-column")
-            if needs_truth:
-                truth = truth or _find_column(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
-            text = value_at(row, response)
-            if not isinstance(text, str):
-                raise DataError(f"column {response} holds {text!r:.80}: expected a text")
-            ground_truth = None if truth is None else value_at(row, truth)
-            if truth and not values and (ground_truth is None or ground_truth != ground_truth):
-                raise DataError(f"column {truth} holds {ground_truth}: expected the answer")
-            sample = Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
-            yield values.add_to(sample, row) if values else sample
-        except KeyError as error:
-            raise DataError(
-                f"{arguments.file}, row {number}: no column {error}; the columns are {', '.join(row)}"
+            check(timeout_s)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--timeout {timeout_s:g} is less than the limit of a program; raise it, or lower the limit "
+                f"with --scorer code --option timeout_s=SECONDS. As configuration keys: {error}"
             ) from None
-        except DataError as error:
-            raise DataError(f"{arguments.file}, row {number}: {error}") from None
 
 
-class _Values:
-    """Values that a user's function takes by name, from the rows of the file."""
+class _Rows:
+    """The rows of the file as samples, with the named values that a user's function takes, as in training.
 
-    def __init__(self, arguments: argparse.Namespace, scorer: Scorer) -> None:
-        self._arguments, self._scorer = arguments, scorer
-        self.needs_truth = bool({"ground_truth", "ground_truths"} & set(scorer.own.required))
-        """True for a function that cannot be called without a ground truth."""
-        self._tokenizer = None if arguments.tokenizer is None else _load_tokenizer(arguments.tokenizer)
+    Columns that no option names are those of the first row. Token ids are those of the columns that strop
+    writes, else the tokenizer's.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, scorer: ScoreFunction | Scorer) -> None:
+        self._arguments = arguments
+        self._response, self._truth = arguments.response_column, arguments.ground_truth_column
+        self._custom = scorer if isinstance(scorer, Scorer) else None
+        self._needs_truth = arguments.scorer not in _WITHOUT_GROUND_TRUTH
+        if self._custom is not None:
+            self._needs_truth = bool({"ground_truth", "ground_truths"} & set(self._custom.own.required))
+        self._tokenizer: Any = None
+        if arguments.tokenizer is not None:
+            from strop.models.loader import load_tokenizer  # transformers: seconds
+
+            self._tokenizer = load_tokenizer(Path(expand(arguments.tokenizer)))
         self._is_checked = False
 
-    def add_to(self, sample: Sample, row: Mapping[str, Any]) -> Sample:
-        """Return the sample with the named values of its row, as in training.
+    def samples(self) -> Iterator[Sample]:
+        """Yield a sample for each row. Raises ``DataError`` with the number of a row that is not usable."""
+        file, limit = self._arguments.file, self._arguments.limit
+        for number, row in enumerate(itertools.islice(iterate(file), limit), start=1):
+            try:
+                yield self._sample(row)
+            except (KeyError, DataError) as error:
+                why = f"no column {error}; the columns are {', '.join(row)}"
+                raise DataError(
+                    f"{file}, row {number}: {error if isinstance(error, DataError) else why}"
+                ) from None
 
-        Token ids are those of the columns that strop writes, else the tokenizer's.
-        """
-        given = row.get(self._arguments.prompt_column)
-        if (ids := row.get("response_ids")) is None and self._tokenizer is not None:
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        self._response = self._response or _first(row, RESPONSE_COLUMNS, "--response-column")
+        if self._needs_truth:
+            self._truth = self._truth or _first(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
+        text = value_at(row, self._response)
+        if not isinstance(text, str):
+            raise DataError(f"column {self._response} holds {text!r:.80}: expected a text")
+        truth = None if self._truth is None else value_at(row, self._truth)
+        if self._truth and self._custom is None and (truth is None or truth != truth):
+            raise DataError(f"column {self._truth} holds {truth}: expected the answer")
+        sample = Sample(self._source(row), text, truth, row.get("extra_info"))
+        return sample if self._custom is None else self._with_values(self._custom, sample, row)
+
+    def _source(self, row: dict[str, Any]) -> str:
+        """Return the row's data source; with one scorer for all rows the column is optional."""
+        given = self._arguments
+        if given.data_source:
+            return given.data_source
+        try:
+            return str(value_at(row, given.data_source_column))
+        except KeyError:
+            if given.scorer is None and given.custom is None:
+                raise
+            return given.scorer or UNNAMED_SOURCE
+
+    def _with_values(self, custom: Scorer, sample: Sample, row: Mapping[str, Any]) -> Sample:
+        if (response_ids := row.get("response_ids")) is None and self._tokenizer is not None:
             from strop.data.prompts import encode_responses
 
-            (ids,) = encode_responses([sample.solution_str], self._tokenizer)
-        prompt = Row(row, given)
-        if row.get("prompt_ids") is not None:
-            prompt = Row(row, given, ids=lambda: row["prompt_ids"])
-        elif self._tokenizer is not None and given is not None:
-            prompt = self._tokenized(row, given)
-        own = self._scorer
-        named = named_values(
-            own.wanted, prompt, sample.solution_str, for_batches=own.is_batch, response_ids=ids
+            (response_ids,) = encode_responses([sample.solution_str], self._tokenizer)
+        values = named_values(
+            custom.wanted,
+            self._prompt(row),
+            sample.solution_str,
+            for_batches=custom.is_batch,
+            response_ids=response_ids,
         )
-        sample = sample._replace(n_tokens=None if ids is None else len(ids), named=named)
+        n_tokens = None if response_ids is None else len(response_ids)
+        sample = sample._replace(n_tokens=n_tokens, named=values)
         if not self._is_checked:
-            self._require(sample, row)
             self._is_checked = True
+            custom.own.require(row.keys())
+            self._require(custom.own, values_of(sample), row)
         return sample
 
-    def _tokenized(self, row: Mapping[str, Any], given: Any) -> Row:
+    def _prompt(self, row: Mapping[str, Any]) -> Row:
+        given, tokenizer = row.get(self._arguments.prompt_column), self._tokenizer
+        if row.get("prompt_ids") is not None:
+            return Row(row, given, ids=lambda: row["prompt_ids"])
+        if tokenizer is None or given is None:
+            return Row(row, given)
         from strop.data.control_tokens import PromptError
         from strop.data.prompts import encode_prompts
-
-        tokenizer: Any = self._tokenizer
 
         @functools.cache
         def ids() -> list[int]:
@@ -282,52 +277,39 @@ class _Values:
 
         return Row(row, given, ids=ids, text=lambda: tokenizer.decode(ids(), skip_special_tokens=False))
 
-    def _require(self, sample: Sample, row: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _require(function: Function, known: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` if the function needs a value that the rows do not have."""
-        function, known = self._scorer.own, values_of(sample)
-        function.require(row.keys())
         for name in function.required:
             value = BATCH_NAMES.get(name, name)
-            if value in known and not (value == "n_response_tokens" and known[value] is None):
-                continue
-            remedy = "--tokenizer MODEL"
-            if value in ("truncated", "uid"):
-                remedy = f"a column {value!r} in the file"
-            elif self._arguments.prompt_column not in row and value not in _OF_RESPONSES:
-                remedy = f"a column {self._arguments.prompt_column!r}, or --prompt-column NAME"
-            raise ConfigError(
-                f"{function.where} takes {name!r}, which needs {remedy}; the columns are {', '.join(row)}"
-            )
+            if value not in known or (value == "n_response_tokens" and known[value] is None):
+                raise ConfigError(
+                    f"{function.where} takes {name!r}, which needs a column {value!r} in the file, or for "
+                    "prompts and tokens --prompt-column NAME and --tokenizer MODEL; the columns are "
+                    f"{', '.join(row)}"
+                )
 
 
-_OF_RESPONSES = ("n_response_tokens", "response_ids")
+def _first(row: Mapping[str, Any], candidates: Iterable[str], option: str) -> str:
+    """Return the first candidate that the row has; ``DataError`` names the option that chooses another."""
+    for column in candidates:
+        with contextlib.suppress(KeyError):
+            value_at(row, column)
+            return column
+    raise DataError(
+        f"no column {' or '.join(candidates)}; the columns are {', '.join(row)}. Choose one with {option} "
+        "(a dot reaches into nested columns)"
+    )
 
 
-def _load_tokenizer(path: str) -> Any:
-    from strop.models.loader import load_tokenizer  # transformers: seconds
-
-    return load_tokenizer(Path(expand(path)))
-
-
-def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
-    """Return the row's data source; with one scorer for all rows the column is optional."""
-    if arguments.data_source:
-        return arguments.data_source
-    try:
-        return str(value_at(row, arguments.data_source_column))
-    except KeyError:
-        if arguments.scorer is None and arguments.custom is None:
-            raise
-        return arguments.scorer or UNNAMED_SOURCE
-
-
-def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
-    table = Table("data source", title="Scores", title_justify="left")
-    for heading in ("answers", "mean score", "errors"):
-        table.add_column(heading, justify="right")
-    for source, outcomes in sorted(by_source.items()):
-        scores = [outcome.score for outcome in outcomes if not outcome.error and outcome.score is not None]
+def _scores(samples: Iterable[Sample], outcomes: Iterable[Outcome]) -> Table:
+    """Return the table of answers, mean score and errors by data source."""
+    by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        by_source[sample.data_source].append(outcome)
+    rows = []
+    for source, found in sorted(by_source.items()):
+        scores = [outcome.score for outcome in found if not outcome.error and outcome.score is not None]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
-        errors = sum(bool(outcome.error) for outcome in outcomes)
-        table.add_row(literal(source), str(len(outcomes)), mean, str(errors))
-    return table
+        rows.append((source, len(found), mean, sum(bool(outcome.error) for outcome in found)))
+    return table("Scores", ("data source", "answers", "mean score", "errors"), rows)

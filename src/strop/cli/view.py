@@ -18,7 +18,7 @@ from rich.text import Text
 from strop.cli.page import add_web_arguments, serve_page
 from strop.config.paths import expand
 from strop.errors import ConfigError, DataError
-from strop.terminal import literal, printable
+from strop.terminal import literal, printable, table
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import (
     REWARD,
@@ -118,17 +118,12 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
     if REWARD not in best:  # fine-tuning, preferences
         del shown["best reward"]
-    title = literal(run_dir)
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.pad_edge = False
-    table.add_column("metric", no_wrap=True)
-    for label, step in shown.items():
-        table.add_column(f"{label}\nstep {step['step']}", justify="right", no_wrap=True)
-    table.add_column("course", style="cyan", no_wrap=True)
+    rows = []
     for name in _names_to_show(steps, wanted):
         course = sparkline([step[name] for step in steps if name in step], width=COURSE_WIDTH)
-        table.add_row(literal(name), *(format_number(step.get(name)) for step in shown.values()), course)
-    return table
+        rows.append((name, *(format_number(step.get(name)) for step in shown.values()), course))
+    labels = [f"{label}\nstep {step['step']}" for label, step in shown.items()]
+    return table(run_dir, ["metric", *labels, "course"], rows, align="l" + "r" * len(labels) + "l")
 
 
 def _nan_as_worst(score: float) -> float:
@@ -150,26 +145,17 @@ def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
 
 
 def _validation_table(steps: Steps) -> Table:
-    table = Table(title="Validation", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in ("data source", "first", "best", "at step", "last", "course"):
-        table.add_column(
-            column, justify="left" if column in ("data source", "course") else "right", no_wrap=True
-        )
+    rows = []
     for name in names_in_order(steps):
         if not name.startswith(VALIDATION_PREFIX):
             continue
         points = [(step["step"], step[name]) for step in steps if name in step]
         best_step, best = max(points, key=lambda point: _nan_as_worst(point[1]))
         scores = [score for _, score in points]
-        table.add_row(
-            literal(name.removeprefix(VALIDATION_PREFIX)),
-            format_number(scores[0]),
-            format_number(best),
-            str(best_step),
-            format_number(scores[-1]),
-            sparkline(scores, width=COURSE_WIDTH),
-        )
-    return table
+        figures = format_number(scores[0]), format_number(best), best_step, format_number(scores[-1])
+        rows.append((name.removeprefix(VALIDATION_PREFIX), *figures, sparkline(scores, width=COURSE_WIDTH)))
+    headings = ("data source", "first", "best", "at step", "last", "course")
+    return table("Validation", headings, rows, align="lrrrrl")
 
 
 class _Wanted(NamedTuple):

@@ -18,13 +18,11 @@ from datetime import timedelta
 from threading import Lock
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from strop.terminal import literal, printable
+from strop.terminal import literal, printable, table
 from strop.tracking.base import RunInfo
 from strop.tracking.lengths import ColumnLengths, lengths_table
 from strop.tracking.report import ValidationReport, report_table, shown_table
@@ -124,18 +122,17 @@ class FigureTable:
     def render(self) -> RenderableType:
         """Return the current state."""
         with self._lock:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            table.add_column("")
-            table.add_column("now", justify="right", style="bold")
-            table.add_column("first", justify="right", style="dim")
-            table.add_column("course", style="cyan", no_wrap=True)
-            for label, values in self._history.items():
-                summary = format_number(values[-1]), format_number(values[0]), sparkline(values)
-                table.add_row(
-                    literal(label), *summary, style="green" if label.startswith("validation") else None
+            rows = [
+                (
+                    literal(label, style := "green" if label.startswith("validation") else ""),
+                    literal(format_number(values[-1]), f"bold {style}"),
+                    literal(format_number(values[0]), f"dim {style}"),
+                    literal(sparkline(values), style or "cyan"),
                 )
+                for label, values in self._history.items()
+            ]
             bar = self._progress.get_renderable()
-            return Group(bar, table) if table.row_count else bar
+            return Group(bar, table("", ["", "now", "first", "course"], rows, align="lrrl")) if rows else bar
 
 
 class LiveTable(FigureTable):

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
-from strop.terminal import literal
+from strop.terminal import table
 from strop.tracking.figures import COLOURS, agg_figure, plain_axes, save_figure
 
 if TYPE_CHECKING:
@@ -66,17 +65,15 @@ class ColumnLengths:
 
 def lengths_table(columns: Sequence[ColumnLengths]) -> Table:
     """Return a table with a line per column."""
-    table = Table(title="Token lengths", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in ("rows", "median", "95%", "longest", "limit", "over the limit", "rows dropped"):
-        table.add_column(name, justify="right")
+    headings = ("", "rows", "median", "95%", "longest", "limit", "over the limit", "rows dropped")
+    rows = []
     for found in columns:
         figures = (
             *(found.rows, found.quantile(0.5), found.quantile(0.95), found.longest),
             *(found.limit, found.over, found.dropped),
         )
-        table.add_row(literal(f"{found.split} {found.column}"), *(f"{figure:,}" for figure in figures))
-    return table
+        rows.append((f"{found.split} {found.column}", *(f"{figure:,}" for figure in figures)))
+    return table("Token lengths", headings, rows)
 
 
 def draw_lengths(columns: Sequence[ColumnLengths], run_dir: Path) -> Path:

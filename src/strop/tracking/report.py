@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.table import Table
 
-from strop.terminal import literal
+from strop.terminal import table
 from strop.tracking.text import VALIDATION_PREFIX, format_number
 
 SAMPLES_NAME, PAIRS_NAME = "val/generations", "val/preferences"
@@ -62,8 +61,12 @@ class ShownSample:
         """Return the score."""
         return {"score": self.score}
 
-    def text(self) -> str:
+    def texts(self) -> tuple[str | None, ...]:
         """Return prompt, response and ground truth."""
+        return self.prompt, self.response, self.ground_truth
+
+    def text(self) -> str:
+        """Return prompt, response and ground truth as one text."""
         return f"{self.prompt}\n\n{self.response}\n\ntruth: {self.ground_truth}"
 
 
@@ -83,8 +86,12 @@ class ShownPair:
         """Return both scores."""
         return {"chosen": self.chosen_score, "rejected": self.rejected_score}
 
-    def text(self) -> str:
+    def texts(self) -> tuple[str | None, ...]:
         """Return prompt and both answers."""
+        return self.prompt, self.chosen, self.rejected
+
+    def text(self) -> str:
+        """Return prompt and both answers as one text."""
         return f"{self.prompt}\n\nchosen: {self.chosen}\n\nrejected: {self.rejected}"
 
 
@@ -132,16 +139,10 @@ class ValidationReport:
 
 def report_table(report: ValidationReport, *, title: str) -> Table:
     """Return a table with one row per data source and intervals below the statistics."""
-    table = Table(
-        title=literal(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("data source", overflow="fold")
     statistics = [f"{name}@{report.n}" for name in _COLUMNS[: 3 if report.n > 1 else 1]]
-    for heading in ("prompts", "samples", *statistics, "tokens", "cut", "errors"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for source, found in report.sources.items():
-        table.add_row(
-            literal(source),
+    rows = (
+        (
+            source,
             f"{found.prompts:,}",
             f"{found.samples:,}",
             *(_with_interval(found.scores.get(name)) for name in statistics),
@@ -149,28 +150,28 @@ def report_table(report: ValidationReport, *, title: str) -> Table:
             f"{found.truncated:.1%}",
             "-" if found.error_rate is None else f"{found.error_rate:.1%}",
         )
-    return table
+        for source, found in report.sources.items()
+    )
+    return table(title, ["data source", "prompts", "samples", *statistics, "tokens", "cut", "errors"], rows)
 
 
 def shown_table(shown: Sequence[ShownSample] | Sequence[ShownPair], *, title: str) -> Table:
     """Return a table of samples (end of the prompt, response, ground truth, score) or of pairs."""
-    table = Table(
-        title=literal(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True
-    )
-    pairs = [one for one in shown if isinstance(one, ShownPair)]
-    for heading in ("prompt", "chosen", "rejected") if pairs else ("prompt", "response", "truth"):
-        table.add_column(heading, overflow="fold", ratio=1 if heading == "truth" else 2)
-    for heading in ("chosen", "rejected") if pairs else ("score",):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in shown:
-        texts = (one.chosen, one.rejected) if isinstance(one, ShownPair) else (one.response, one.ground_truth)
-        limits = _RESPONSE_CHARACTERS, _RESPONSE_CHARACTERS if pairs else _PROMPT_CHARACTERS
-        table.add_row(
-            literal(_end(one.prompt, _PROMPT_CHARACTERS)),
-            *(literal(_end(text or "", limit)) for text, limit in zip(texts, limits, strict=True)),
-            *(format_number(value) for value in one.figures().values()),
+    is_pair = any(isinstance(one, ShownPair) for one in shown)
+    texts = ("prompt", "chosen", "rejected") if is_pair else ("prompt", "response", "truth")
+    limits = _PROMPT_CHARACTERS, _RESPONSE_CHARACTERS, _RESPONSE_CHARACTERS if is_pair else _PROMPT_CHARACTERS
+    rows = (
+        (
+            *(_end(text or "", limit) for text, limit in zip(one.texts(), limits, strict=True)),
+            *map(format_number, one.figures().values()),
         )
-    return table
+        for one in shown
+    )
+    numbers = ("chosen", "rejected") if is_pair else ("score",)
+    found = table(title, [*texts, *numbers], rows, align="lll", show_lines=True)
+    for column in found.columns[: len(texts)]:
+        column.ratio = 1 if column.header == "truth" else 2
+    return found
 
 
 def _with_interval(estimate: Estimate | None) -> str:

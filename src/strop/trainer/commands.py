@@ -92,6 +92,25 @@ def train(
     return with_restarts(config, partial(train_once, rows=rows, functions=functions))
 
 
+def build(
+    config: RootConfig,
+    *,
+    with_weights: bool = True,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> Any:
+    """Return the trainer of the kind of run that the configuration describes; see ``build_trainer``."""
+    if isinstance(config, Config):
+        from strop.trainer.build import build_trainer  # torch and transformers: seconds
+
+        return build_trainer(config, with_weights=with_weights, rows=rows, functions=functions)
+    from strop.trainer import supervised
+
+    assert isinstance(config, SupervisedConfig)
+    kind = supervised.TRAINERS[type(config)]
+    return supervised.build(kind, config, with_weights=with_weights, rows=rows)
+
+
 def train_once(
     config: RootConfig,
     *,
@@ -105,17 +124,11 @@ def train_once(
     ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names, and
     ``functions`` score where the configuration has theirs.
     """
-    trainer: Any  # the modules import torch and transformers: seconds
-    if isinstance(config, Config):
-        from strop.trainer.build import build_trainer, report_reward
-
-        trainer = build_trainer(config, rows=rows, functions=functions)
-    elif isinstance(config, SupervisedConfig):
-        from strop.trainer.supervised import TRAINERS, build
-
-        trainer = build(TRAINERS[type(config)], config, rows=rows)
+    trainer = build(config, rows=rows, functions=functions)
     try:
         if isinstance(config, Config):
+            from strop.trainer.build import report_reward
+
             report_reward(trainer)
         trainer.init_workers()
         trainer.fit()
