@@ -1,7 +1,8 @@
 """The suite as two runs of pytest at the same time: tests that compute, and tests that mostly wait.
 
 Two workers compute on two cores; three more wait for deadlines and processes meanwhile. Arguments go to both:
-``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too, and new random examples.
+``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too, and new random examples. The
+slowest tests of each run are printed at its end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
                 *(sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile"),
                 *("--no-loadscope-reorder", "-m", "slow or not slow" if slow else "not slow"),
                 *("--hypothesis-profile", "new" if slow else "same"),
-                *("-p", "no:cacheprovider", *arguments),
+                *("--durations", "10", "-p", "no:cacheprovider", *arguments),
             ]
             with outputs[name].open("w") as output:
                 environment = {**os.environ, "STROP_TEST_LANE": name}

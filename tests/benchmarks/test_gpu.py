@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+import forked
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
 
 
+@pytest.mark.slow
 def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
     assert gpu.main() == 0
@@ -53,7 +56,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     ("error", "note"),
     [
         (RuntimeError("no | kernel\nmore"), "failed: RuntimeError: no / kernel"),
-        (gpu.torch.cuda.OutOfMemoryError("no memory"), "out of memory"),
+        pytest.param(gpu.torch.cuda.OutOfMemoryError("no memory"), "out of memory", marks=pytest.mark.slow),
     ],
 )
 def test_a_case_that_fails_is_a_row_and_every_row_is_on_disk(monkeypatch, tmp_path, error, note):
@@ -127,9 +130,16 @@ def test_a_nan_in_any_tensor_and_infinity_are_wrong(monkeypatch, tmp_path):
 
 def test_it_needs_no_package_beside_torch_and_transformers():
     """strop's other packages may be missing where a GPU is lent."""
-    absent = [f"sys.modules[{name!r}] = None" for name in ("pydantic", "pyarrow", "ray", "vllm", "rich")]
-    program = "; ".join(["import sys, transformers.models.qwen2.modeling_qwen2", *absent, "import gpu"])
-    subprocess.run([sys.executable, "-c", program], cwd=Path(gpu.__file__).parent, check=True)
+    done = forked.run(_import_without, ["pydantic", "pyarrow", "ray", "vllm", "rich"])
+    assert done.returncode == 0, done.stderr
+
+
+def _import_without(absent: list[str]) -> None:
+    for module in list(sys.modules):
+        if module.partition(".")[0] in ("strop", "gpu", *absent):
+            del sys.modules[module]
+    sys.modules.update(dict.fromkeys(absent))
+    importlib.import_module("gpu")
 
 
 def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch, capsys):

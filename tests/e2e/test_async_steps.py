@@ -66,7 +66,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("steps", "owner", "method"),
     [
-        (1, ActorRolloutRefWorker, "generate_sequences"),
+        slow(1, ActorRolloutRefWorker, "generate_sequences"),
         slow(1, ActorRolloutRefWorker, "update_actor"),
         slow(1, RewardProcess, "evaluate_all"),
         slow(2, ActorRolloutRefWorker, "generate_sequences"),
@@ -116,8 +116,9 @@ POINTS = [
 @pytest.mark.parametrize(
     ("steps", "point", "iteration"),
     [
-        (1, "in_flight", 3),
-        (4, "seal", 2),
+        (4, "in_flight", 3),
+        slow(1, "in_flight", 3),
+        slow(4, "seal", 2),
         *(slow(steps, point, iteration) for steps in (1, 2, 4) for point, iteration in POINTS),
     ],
 )

@@ -74,7 +74,9 @@ def options(inputs, run, *extra):
     return overrides(inputs, run, f"custom_reward_function.path={inputs / 'reward.py'}", *SETTINGS, *extra)
 
 
-@pytest.mark.parametrize("ahead", [(), AHEAD], ids=["synchronous", "ahead"])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param((), marks=pytest.mark.slow), AHEAD], ids=["synchronous", "ahead"]
+)
 def test_every_group_that_is_trained_on_differs_and_a_killed_run_resumes(inputs, tmp_path, ahead):
     expected = trained(inputs, tmp_path / "whole", *ahead)
     seen = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ulysses_jobs as jobs
@@ -62,10 +63,24 @@ def ranks():
         yield processes
 
 
+def neighbours(*names: str) -> Any:
+    """Layouts between those that every run of the tests compares."""
+    return pytest.param(names, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("padded, by tokens", "packed, by tokens, on 2 ranks", "shared in 2 pairs"),
+        neighbours(*(name for name in LAYOUTS if LAYOUTS[name][0] == 1)),
+        neighbours(*(name for name in LAYOUTS if LAYOUTS[name][0] > 1)),
+    ],
+    ids=["every kind", "one rank", "several ranks"],
+)
 @pytest.mark.parametrize(("role", "mode"), [(Role.Actor, "seq-mean-token-mean"), (Role.Critic, "token-mean")])
-def test_one_gradient_whatever_the_layout(ranks, folder, role, mode):
-    batches = [*EDGES, *random_batches(2)]
-    jobs.require_equal_gradients(ranks, folder, role, batches, LAYOUTS, mode)
+def test_one_gradient_whatever_the_layout(ranks, folder, role, mode, names):
+    layouts = {name: LAYOUTS[name] for name in names}
+    jobs.require_equal_gradients(ranks, folder, role, [*EDGES, *random_batches(2)], layouts, mode)
 
 
 @pytest.mark.parametrize("cap", [LONGEST, LONGEST + 7])

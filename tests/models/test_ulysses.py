@@ -137,12 +137,19 @@ def test_whole_rows_of_some_heads_attend_in_one_call_on_a_gpu(ranks, folders):
             assert calls == [(*heads, window, [0, 7, 13, 18]) for window in (-1, 2)]
 
 
-def test_flex_attention_gets_the_mask_of_whole_rows(ranks, folders):
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [
+        pytest.param(1, jobs.PACKED, marks=pytest.mark.slow),
+        (2, jobs.sharing(2)),
+        pytest.param(4, jobs.sharing(4), marks=pytest.mark.slow),
+    ],
+)
+def test_flex_attention_gets_the_mask_of_whole_rows(ranks, folders, size, keys):
     folder, lengths = folders["Qwen2, windows"], [(2, 3), (5, 1), (1, 6), (7, 4)]
     [expected] = ranks.run(1, jobs.log_probs_by, "sdpa", folder, lengths, *jobs.PACKED)
-    for size, keys in ((1, jobs.PACKED), (2, jobs.sharing(2)), (4, jobs.sharing(4))):
-        for found in ranks.run(size, jobs.log_probs_by, "flex_attention", folder, lengths, *keys):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for found in ranks.run(size, jobs.log_probs_by, "flex_attention", folder, lengths, *keys):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_passes_are_shared_too(ranks, folders):

@@ -155,8 +155,8 @@ def results(inputs, ray_session):
             "2 ranks that share sequences, weighed by sequence",
             marks=pytest.mark.slow,
         ),
-        ("local", "4 ranks, every role in its own way"),
-        ("2 ranks", "actor on 2 ranks, rollout on 1 other"),
+        pytest.param("local", "4 ranks, every role in its own way", marks=pytest.mark.slow),
+        pytest.param("2 ranks", "actor on 2 ranks, rollout on 1 other", marks=pytest.mark.slow),
     ],
 )
 def test_another_number_of_ranks_gives_the_same_parameters(results, one, other):
@@ -171,7 +171,7 @@ def test_another_number_of_ranks_gives_the_same_parameters(results, one, other):
     ("one", "other"),
     [
         ("local", "ray with 1 rank"),
-        ("local", "ray with 1 rank, without handles"),
+        pytest.param("local", "ray with 1 rank, without handles", marks=pytest.mark.slow),
         pytest.param("2 ranks", "2 ranks, critic and reference on 2 others", marks=pytest.mark.slow),
     ],
 )

@@ -165,10 +165,11 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     ("family", "tied", "dtype"),
     [
         ("qwen3", False, torch.float32),
-        ("llama", True, torch.bfloat16),
-        ("phi3", False, torch.float32),  # its weights are fused as vLLM fuses those of others
+        pytest.param("llama", True, torch.bfloat16, marks=pytest.mark.slow),
+        # Its weights are fused as vLLM fuses those of others.
+        pytest.param("phi3", False, torch.float32, marks=pytest.mark.slow),
         ("mixtral", False, torch.float32),  # checkpoints have a weight per expert, under other names
-        ("qwen3_moe", False, torch.bfloat16),
+        pytest.param("qwen3_moe", False, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, family, tied, dtype):
@@ -295,6 +296,7 @@ def test_checksums_see_every_change_and_add_up_over_shards():
     assert checksum(signed) == checksum(torch.zeros(3)) == 0
 
 
+@pytest.mark.slow
 def test_a_family_that_vllm_runs_with_transformers_code_leaves_the_trainers_model_alone(tmp_path):
     model = model_of("olmo2", tied=False)  # vLLM has no class of its own for it
     hooked = []
@@ -308,6 +310,7 @@ def test_a_family_that_vllm_runs_with_transformers_code_leaves_the_trainers_mode
     assert type(again.model) is type(model.model)
 
 
+@pytest.mark.slow
 def test_experts_that_take_no_new_weights_are_an_error_before_the_first_sample(tmp_path):
     """vLLM copies into the experts' parameters, which are on the meta device in an update."""
     sizes = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -319,6 +322,7 @@ def test_experts_that_take_no_new_weights_are_an_error_before_the_first_sample(t
         rollout_of(GptOssForCausalLM(config), tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_read_back_are_reported_once_and_not_as_wrong(tmp_path, caplog):
     model = tiny_lm("gpt2", n_embd=64, n_layer=2, n_head=2)
     rollout = rollout_of(model, tmp_path)

@@ -110,7 +110,22 @@ def sample_from_another_policy(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+NEIGHBOURS = {
+    "another policy's samples, weighed by token",
+    "another policy's samples, PPO with masked weights",
+    "GRPO, one step",
+    "warm-up",
+}
+
+
+def variants(settings):
+    return [
+        pytest.param(variant, id=name, marks=[pytest.mark.slow] if name in NEIGHBOURS else [])
+        for name, variant in settings.items()
+    ]
+
+
+@pytest.mark.parametrize("variant", variants(VARIANTS))
 def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
     inputs, tmp_path, monkeypatch, variant
 ):
@@ -218,16 +233,23 @@ def test_old_log_probs_that_are_needed_earlier_are_computed_apart(inputs, tmp_pa
     assert (found is None) if reason is None else (reason in found)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        (f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2", "algorithm.kl_ctrl.kl_coef=0.1"),
-        ("algorithm.adv_estimator=grpo", *KL_IN_LOSS),
-        ("algorithm.adv_estimator=grpo", *KL_IN_LOSS[:2], f"{ACTOR}.kl_loss_type=full"),
-        ("trainer.critic_warmup=1", "algorithm.kl_ctrl.kl_coef=0"),
-    ],
-    ids=["PPO, several steps, KL in the reward", "GRPO, one step", "full KL in the loss", "warm-up"],
-)
+OWN_LOG_PROBS = {
+    "PPO, several steps, KL in the reward": (
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        f"{ACTOR}.ppo_epochs=2",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+    ),
+    "GRPO, one step": ("algorithm.adv_estimator=grpo", *KL_IN_LOSS),
+    "full KL in the loss": (
+        "algorithm.adv_estimator=grpo",
+        *KL_IN_LOSS[:2],
+        f"{ACTOR}.kl_loss_type=full",
+    ),
+    "warm-up": ("trainer.critic_warmup=1", "algorithm.kl_ctrl.kl_coef=0"),
+}
+
+
+@pytest.mark.parametrize("variant", variants(OWN_LOG_PROBS))
 def test_the_samplers_log_probs_as_old_ones_need_no_pass(inputs, tmp_path, monkeypatch, variant):
     """Against a run whose pass before the update is made to answer with the sampler's log-probs."""
     seen = sample_from_another_policy(monkeypatch)
