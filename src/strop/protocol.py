@@ -61,7 +61,6 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # a copy: pop in one container must not change another one with the same columns
         self.batch = TensorColumns(self.batch)
         lengths = {name: len(column) for name, column in self._columns()}
         if len(set(lengths.values())) > 1:

@@ -334,7 +334,7 @@ class TorchEngine:
             raise RuntimeError("this engine was built without an optimizer")
         clip = clip_gradients if self._sharded else torch.nn.utils.clip_grad_norm_
         grad_norm = float(clip(self.module.trainable(), self._settings.grad_clip))
-        # one NaN in a gradient is NaN in the norm, which would scale every gradient to NaN
+        # one NaN in a gradient makes the norm NaN, by which clipping has scaled every gradient
         skipped = not math.isfinite(grad_norm)
         if not skipped:
             for group in self._optimizer.param_groups:
