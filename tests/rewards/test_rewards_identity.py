@@ -1,4 +1,4 @@
-"""What identifies a reward: functions by what they compute with, files by the modules that they import."""
+"""What identifies a function that a program passes as a reward: what it computes with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.config.load import load_config
-from strop.rewards.identity import fingerprint, modules_of
+from strop.rewards.identity import fingerprint
 
 PROGRAM = """
 import dataclasses, enum, functools, math, os, re
@@ -85,6 +84,8 @@ def modules(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith("my_")]:  # of another test's folder
+        monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
 
@@ -123,13 +124,15 @@ def test_a_function_is_identified_by_all_that_it_computes_with(modules, old, new
     assert {name for name in FUNCTIONS if before[name] != after[name]} == set(changed)
 
 
-@pytest.mark.parametrize("module", ["my_helper", "my_package/deep", "my_package/side", "my_package/unused"])
-def test_a_function_is_identified_by_the_modules_that_it_uses(modules, module):
+@pytest.mark.parametrize(
+    ("module", "changed"),
+    [("my_helper", {"others"}), ("my_package/inside", set()), ("my_package/deep", set())],
+)
+def test_modules_among_the_globals_count_by_their_files_alone(modules, module, changed):
     before = fingerprints(PROGRAM)
     (modules / f"{module}.py").write_text((modules / f"{module}.py").read_text() + "MORE = 1\n")
     after = fingerprints(PROGRAM)
-    expected = {"others"} if module != "my_package/unused" else set()
-    assert {name for name in FUNCTIONS if before[name] != after[name]} == expected
+    assert {name for name in FUNCTIONS if before[name] != after[name]} == changed
 
 
 def test_fingerprints_are_the_same_in_every_interpreter(modules):
@@ -147,33 +150,42 @@ def test_fingerprints_are_the_same_in_every_interpreter(modules):
     assert done.stdout.strip() == str(found), done.stderr
 
 
-def test_the_modules_of_files_and_import_paths_are_the_users_own(modules, monkeypatch):
-    folder = modules / "elsewhere"
-    folder.mkdir()
-    (modules / "target" / "installed-1.0.dist-info").mkdir(parents=True)
-    (modules / "target" / "installed.py").touch()
-    monkeypatch.syspath_prepend(str(modules / "target"))
-    (folder / "beside.py").write_text("import numpy, installed\nfrom strop.errors import ConfigError\n")
-    (folder / "reward.py").write_text(
-        "import beside, missing\ndef compute_score(response):\n    import my_helper\n"
-    )
-    options = [
-        "actor_rollout_ref.model.path=m",
-        "data.train_files=t",
-        "data.val_files=v",
-        f"custom_reward_function.path={folder / 'reward.py'}",
-        "+reward_model.parts.brief.scorer=my_package.inside:value",
-        "+reward_model.parts.form.scorer=format",
-        "+reward_model.parts.rule=0.5",
-    ]
-    found = modules_of(load_config(options))
-    assert found["custom_reward_function.path"] == {
-        "beside": folder / "beside.py",
-        "my_helper": modules / "my_helper.py",
-    }
-    assert sorted(found["reward_model.parts"]) == [
-        *("my_helper", "my_package", "my_package.deep", "my_package.inside", "my_package.side")
-    ]
-    assert "reward_model.reward_manager" not in found
-    managed = modules_of(load_config([*options, "reward_model.reward_manager=my_helper.Manager"]))
-    assert managed["reward_model.reward_manager"] == {"my_helper": modules / "my_helper.py"}
+SCRIPT = """
+import strop.api
+from strop.config.trees import PPO
+
+WORDS = {"yes", "no", "maybe", "right", "wrong"}
+
+def in_words(response):
+    return float(response in WORDS | {"perhaps", "never"})
+
+class Judge:
+    kinds = frozenset(("a", "b", "c"))
+    def __init__(self):
+        self.seen = {"x", "y", "z"}
+    def __call__(self, response):
+        return float(response in self.kinds | self.seen)
+
+given = strop.api._Given(None, {})
+given.reward([in_words, Judge()])
+print(sorted(given.functions))
+given.reward(Judge())
+keys = {"data": {"train_files": "t", "val_files": "v"}, "actor_rollout_ref": {"model": {"path": "m"}}}
+print(given.load(PPO, keys).trainer.default_local_dir)
+"""
+
+
+def test_a_reward_of_a_script_has_one_name_in_every_process(tmp_path):
+    """Sets have another order, and addresses other values, in every interpreter."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = set()
+    for seed in ("0", "1", "77"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "script.py"], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    (lines,) = found
+    assert "in_words-" in lines
+    assert "checkpoints/" in lines

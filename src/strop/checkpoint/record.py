@@ -1,7 +1,7 @@
 """Record of the run that saved a checkpoint, and its comparison with the run that continues it.
 
-Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key: digests},
-"modules": {key: {module that the reward imports: digest}}}``.
+Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key:
+digests}}``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from strop.config.identity import (
     decides_what_is_trained,
     files_of,
     is_the_same,
-    value_in,
 )
 from strop.config.keys import all_keys
 from strop.config.placement import settled
@@ -33,7 +32,6 @@ from strop.config.schema import Config, RootConfig
 from strop.config.trees import TREES, tree_of
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
-from strop.rewards.identity import modules_of
 
 logger = logging.getLogger("strop")
 
@@ -49,11 +47,7 @@ def record_of(config: RootConfig) -> dict[str, Any]:
     """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
     tree = settled(config).model_dump(mode="json")
     files = {key: [digest(Path(path)) for path in paths] for key, paths in files_of(tree, type(config))}
-    modules = {
-        key: {name: digest(file) for name, file in found.items()}
-        for key, found in (modules_of(config).items() if isinstance(config, Config) else ())
-    }
-    return {"kind": type(config).__name__, "config": tree, "files": files, "modules": modules}
+    return {"kind": type(config).__name__, "config": tree, "files": files}
 
 
 def digest(path: Path) -> str:
@@ -150,28 +144,13 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[Roo
     keys, tree = {change.key for change in found}, tree_of(schema)
     found = [change for change in found if tree.followed_by(change.key) not in keys]
     named = {key: ", ".join(paths) for key, paths in files_of(now["config"], schema)}
-    named |= {
-        key: value_in(now["config"], key) for key in _modules(before) | _modules(now) if key not in named
-    }
     for key, value in named.items():
-        earlier, modules = before["files"].get(key), _changed_modules(key, before, now)
+        earlier = before["files"].get(key)
         follows = tree.followed_by(key) in now["files"]
         is_changed = earlier is not None and earlier != now["files"].get(key) and not follows
-        if key not in keys and (is_changed or modules):
-            found.append(Change(key, value, value, modules))
+        if key not in keys and is_changed:
+            found.append(Change(key, value, value))
     return found
-
-
-def _modules(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    return record.get("modules", {})
-
-
-def _changed_modules(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the modules of ``key`` that are other ones; none if ``before`` is of a version without them."""
-    if "modules" not in before:
-        return ()
-    old, new = (_modules(record).get(key, {}) for record in (before, now))
-    return tuple(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)))
 
 
 def _is_used(key: str, config: RootConfig) -> bool:
@@ -184,5 +163,4 @@ def _is_used(key: str, config: RootConfig) -> bool:
 
 
 def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    is_equal = now["files"].get(key, 0) == before["files"].get(key, 1)
-    return is_equal and not _changed_modules(key, before, now)
+    return now["files"].get(key, 0) == before["files"].get(key, 1)

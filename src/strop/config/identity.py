@@ -29,13 +29,10 @@ class Change(NamedTuple):
     key: str
     before: Any
     now: Any
-    modules: tuple[str, ...] = ()
-    """Changed modules that the reward imports."""
 
     def __str__(self) -> str:
         before, now = (in_words(value) for value in (self.before, self.now))
-        where = f" in {', '.join(self.modules)}" if self.modules else ""
-        return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed{where}"
+        return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed"
 
 
 def in_words(value: Any) -> str:

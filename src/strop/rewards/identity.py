@@ -1,158 +1,38 @@
-"""Identity of a reward between two runs: the user's modules that it imports, or a function's code.
+"""Identity of a function that a program passes as a reward, between two runs: what it computes with.
 
-Installed packages, the standard library and strop itself count by their names alone.
+A reward in a file is identified by the digest of that file (:mod:`strop.checkpoint.record`).
 """
 
 from __future__ import annotations
 
-import ast
-import datetime
-import decimal
+import copyreg
 import dis
-import enum
-import fractions
-import functools
 import hashlib
-import importlib
-import importlib.util
-import re
-import site
 import sys
-import sysconfig
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path, PurePath
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-from strop.config.names import REWARD_MANAGERS
-from strop.config.paths import expand, is_function
-from strop.config.reward_parts import SCORERS
-from strop.config.schema import Config
-from strop.rewards.custom import KEY, search_path
-
-
-def modules_of(config: Config) -> dict[str, dict[str, Path]]:
-    """Return the user's modules that a run's rewards import: configuration key -> module -> its file.
-
-    They are found by ``import`` statements, also those in functions; nothing is imported. The file of
-    ``custom_reward_function.path`` itself is not among them.
-    """
-    section, custom = config.reward_model, config.custom_reward_function.path
-    folders, found = list(sys.path), {}
-    if custom is not None and Path(expand(custom)).is_file():
-        file = Path(expand(custom)).absolute()
-        folders = search_path(file.parent)
-        found[f"{KEY}.path"] = _imported(file, "")
-    scorers = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
-    known = (None, *SCORERS)
-    found["reward_model.parts"] = [_module(scorer) for scorer in scorers if scorer not in known]
-    if section.reward_manager not in REWARD_MANAGERS:
-        found["reward_model.reward_manager"] = [_module(section.reward_manager)]
-    return {key: files for key, names in found.items() if (files := files_of(names, folders))}
-
-
-def _module(name: Any) -> str:
-    """Return the module of an import path; "" for a function that a program passes."""
-    if not isinstance(name, str) or is_function(name):
-        return ""
-    return name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
-
-
-def files_of(names: Iterable[str], folders: Sequence[str]) -> dict[str, Path]:
-    """Return the files of modules, and of all that they import, by module; only the user's own.
-
-    ``folders`` are searched as ``sys.path`` is. Names that are no modules are left out.
-    """
-    importlib.invalidate_caches()
-    found: dict[str, Path] = {}
-    known, waiting = set(), list(names)
-    while waiting:
-        words = waiting.pop().split(".")
-        for end in range(1, len(words) + 1):
-            name = ".".join(words[:end])
-            if not words[0] or name in known:
-                continue
-            known.add(name)
-            spec = _find(name, folders)
-            if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-                continue  # also a package without a file
-            if not _is_installed(name, spec.origin):
-                found[name] = Path(spec.origin)
-                is_package = spec.submodule_search_locations is not None
-                waiting += _imported(found[name], name if is_package else name.rpartition(".")[0])
-    return found
-
-
-def _find(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    """Return where a module is, or None; the packages that hold it are not imported."""
-    above, _, _ = name.rpartition(".")
-    try:
-        if above:
-            package = _find(above, folders)
-            inside = package.submodule_search_locations if package is not None else None
-            return PathFinder.find_spec(name, inside) if inside else None
-        # The import hooks of editable installs know packages that no path has.
-        return PathFinder.find_spec(name, folders) or importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-
-
-def _imported(file: Path, package: str) -> list[str]:
-    """Return the modules that a file's ``import`` statements may name; ``package`` is the one it is in."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # a compiled module, or an error that loading it reports
-        return []
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            base = ".".join(filter(None, [above, node.module]))
-            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return names
-
-
-@functools.cache
-def _installed_folders() -> tuple[Path, ...]:
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(
-        Path(path).resolve() for path in {*paths, *site.getsitepackages(), site.getusersitepackages()}
-    )
-
-
-def _is_installed(module: str, file: str) -> bool:
-    top = module.partition(".")[0]
-    if top == "strop" or top in sys.stdlib_module_names:
-        return True
-    return any(
-        folder in _installed_folders() or _is_target(folder) for folder in Path(file).resolve().parents
-    )
-
-
-@functools.cache
-def _is_target(folder: Path) -> bool:
-    """Return True for a folder on PYTHONPATH that pip installed packages into (``--target``)."""
-    return any(folder.glob("*.dist-info"))
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
     """Return a digest of what a function computes with, equal in every start of one Python version.
 
     Of its byte code, constants, defaults, and what it closes over; of the globals that it names; of the
-    functions and classes among these in the same way, and of the files of modules. Values count if they are
-    of built-in types, arrays, dates, paths, patterns, or objects of the user's classes, which have the state
-    that pickle sees; others by their class. A comment, or the place of the code in its file, does not count.
+    functions and classes among these in the same way. Modules among them count by their file, those that it
+    imports itself by their name. Values count if they are of built-in types, arrays, dates, paths, patterns,
+    or objects of the user's classes, which have the state that pickle sees; others by their class. A comment,
+    or the place of the code in its file, does not count.
+
+    A digest of the cloudpickle differs between processes for functions that hold a set, and for classes.
     """
     text = _Description().of(function)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
 
 
 _PLAIN = (str, int, float, complex, bool, bytes, types.NoneType, types.EllipsisType)
-_BY_TEXT = (*_PLAIN, PurePath, decimal.Decimal, fractions.Fraction, range, slice, bytearray)
-_TIMES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
+_PICKLED = ("builtins", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re")
+"""Modules of the standard library whose objects are described by the state that pickle sees."""
 _IMMUTABLE = (tuple, frozenset, types.CodeType)
 """Whether two equal ones are one object depends on how their module was compiled."""
 
@@ -190,37 +70,26 @@ class _Description:
                 names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
                 return self._all(value.co_code, counts, names, value.co_consts)
             case types.ModuleType():
-                return _contents(files_of([value.__name__], sys.path))
+                file = value.__dict__.get("__file__") if _is_own(value.__name__) else None
+                return self._all(value.__name__, Path(file).read_bytes() if file else None)
+            case types.FunctionType() | type() if not _is_own(value.__module__):
+                return f"{value.__module__}.{value.__qualname__}"
             case types.FunctionType():
-                return self._function(value) if _is_own(value) else _name(value)
+                return self._function(value)
             case type():
-                return self._class(value) if _is_own(value) else _name(value)
-            case types.BuiltinFunctionType():
-                owner = value.__self__
-                return _name(value) if isinstance(owner, types.ModuleType) else self._all(_name(value), owner)
-            case types.MethodType():
-                return self._all(value.__func__, value.__self__)
+                return self._class(value)
             case staticmethod() | classmethod():
                 return self.of(value.__func__)
             case property():
                 return self._all(value.fget, value.fset)
-            case functools.partial():
-                return self._all(value.func, value.args, value.keywords)
-            case re.Pattern():
-                return self._all(value.pattern, value.flags)
-            case enum.Enum():
-                return self._all(type(value), value.name, value.value)
-        return repr(value) if isinstance(value, _BY_TEXT + _TIMES) else self._object(value)
+        return self._object(value)
 
     def _function(self, function: types.FunctionType) -> str:
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        loaded, imported = _names_of(function.__code__)
-        known, package = function.__globals__, function.__globals__.get("__package__")
-        names = [*imported, *(f"{package}.{name}" for name in imported if package)]
-        used = {name: known[name] for name in loaded if name in known}
+        known = function.__globals__
+        used = {name: known[name] for name in _globals_of(function.__code__) if name in known}
         defaults = function.__defaults__, function.__kwdefaults__
-        held = self._all(function.__code__, defaults, cells, vars(function), used)
-        return f"{held}, {_contents(files_of(names, sys.path))}"
+        return self._all(function.__code__, defaults, cells, vars(function), used)
 
     def _class(self, one: type) -> str:
         own = {  # what Python and libraries add to a class may have another order, or addresses
@@ -243,49 +112,37 @@ class _Description:
         wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
         if wrapped is not None:  # functools.cache
             return self.of(wrapped)
-        if not _is_own(type(value)):
+        module = type(value).__module__
+        if module.partition(".")[0] not in _PICKLED and not _is_own(module):
             return ""
         try:
-            state = value.__getstate__()
-        except Exception:  # noqa: BLE001 - a user's method
+            reduce = copyreg.dispatch_table.get(type(value))  # patterns
+            state = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        except Exception:  # noqa: BLE001 - a user's method, or an object that has no copies
             state = None
         return self._all(type(value), state)
 
 
-def _names_of(code: types.CodeType) -> tuple[set[str], list[str]]:
-    """Return the globals that code and the code in it load, and the modules that it imports."""
-    loaded, imported, base = set[str](), list[str](), ""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-            loaded.add(instruction.argval)
-        elif instruction.opname == "IMPORT_NAME":
-            base = instruction.argval
-            imported.append(base)
-        elif instruction.opname == "IMPORT_FROM":  # may be a module
-            imported.append(f"{base}.{instruction.argval}".lstrip("."))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names_of(constant)
-            loaded |= inner[0]
-            imported += inner[1]
-    return loaded, imported
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Return the names of the globals that code and the code in it load."""
+    loaded = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    }
+    return loaded.union(*(_globals_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
 
 
-def _contents(files: Mapping[str, Path]) -> str:
-    return ", ".join(
-        f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}" for name in sorted(files)
-    )
-
-
-def _is_own(value: Any) -> bool:
-    """Return True for a function or class that is neither installed, built in, nor strop's."""
-    module = value.__module__ or ""
-    loaded = sys.modules.get(module) or sys.modules.get(module.partition(".")[0])
-    return module == "__main__" or not _is_installed(module, getattr(loaded, "__file__", None) or "")
-
-
-def _name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
+def _is_own(module: str | None) -> bool:
+    """Return True for a module that is neither installed, built in, nor strop's."""
+    if module == "__main__":
+        return True
+    top = (module or "").partition(".")[0]
+    loaded = sys.modules.get(module or "") or sys.modules.get(top)
+    file = getattr(loaded, "__file__", None)
+    if file is None or top == "strop" or top in sys.stdlib_module_names:
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def _is_filled(cell: Any) -> bool:
