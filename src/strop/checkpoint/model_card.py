@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
@@ -23,6 +24,9 @@ from strop.tracking.text import format_number, names_in_order
 from strop.tracking.trackers import TRACKERS_FILE
 from strop.version import __version__
 
+CONFIG_FILE = "config.yaml"
+_NO_RUN = Path(os.devnull)
+"""Has no files."""
 _HIDDEN = "(not published)"
 _SECRET_NAMES = r"token|key|secret|password|passwd|pwd|credentials?|authorization|cookie"
 _SECRET = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.IGNORECASE)
@@ -50,30 +54,40 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     ``run_folder`` has configuration, metrics, curves and tracker addresses; what is missing there is left
     out. ``step`` is the iteration of the model; None: the last one.
     """
-    config: dict[str, Any] = {}
-    if run_folder is not None:
-        with contextlib.suppress(OSError, yaml.YAMLError):
-            config = yaml.safe_load((run_folder / "config.yaml").read_text(encoding="utf-8")) or {}
-    config = _without_credentials(config)
-    command = _command(config)
-    architecture = _architecture(model)
+    folder = run_folder or _NO_RUN
+    config = _without_credentials(_read(folder / CONFIG_FILE, yaml.safe_load))
+    values, command = values_of(config), _command(config)
+    architecture = str(next(iter(_read(model / "config.json", json.loads).get("architectures") or ()), ""))
     scores = architecture.endswith("ForSequenceClassification")
-    base = _base(config, is_critic=architecture.endswith("ForTokenClassification"))
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-classification" if scores else "text-generation",
-        base_model=base if base and may_be_a_hub_name(base) and not Path(expand(base)).exists() else None,
-        tags=["strop", *filter(None, [command, values_of(config).get("algorithm.adv_estimator")])],
+    base = values.get("actor_rollout_ref.model.path") or values.get("model.path")
+    if architecture.endswith("ForTokenClassification"):
+        base = values.get("critic.model.path") or base
+    steps: list[dict[str, Any]] = []
+    with contextlib.suppress(DataError):
+        steps = read_metrics(folder / METRICS_FILE)
+    last = step if step is not None or not steps else steps[-1]["step"]
+    addresses = _read(folder / TRACKERS_FILE, json.loads)
+    configuration = _differing(config, TREES[command]) if command is not None else ""
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers",
+            pipeline_tag="text-classification" if scores else "text-generation",
+            base_model=base if base and may_be_a_hub_name(base) and not Path(expand(base)).exists() else None,
+            tags=["strop", *filter(None, [command, values.get("algorithm.adv_estimator")])],
+        ),
+        template_path=str(Path(__file__).with_name("model_card_template.md")),
+        name=repo_id.rpartition("/")[2],
+        summary=_summary(command, values, base, last),
+        auto="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM",
+        repo_id=repo_id,
+        revision=revision,
+        addresses={name: _published(str(address)) for name, address in addresses.items()},
+        metrics=_metrics([line for line in steps if step is None or line["step"] <= step]),
+        curves=CURVES_FILE if (folder / CURVES_FILE).is_file() else None,
+        configuration=configuration,
+        fence="`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", configuration)), 3),
     )
-    lines = ["---", data.to_yaml(), "---", "", f"# {repo_id.rpartition('/')[2]}", ""]
-    lines += [_summary(command, config, base, step, run_folder), ""]
-    lines += _usage(repo_id, revision, scores=scores)
-    if run_folder is not None:
-        lines += _addresses(run_folder)
-        lines += _metrics(run_folder, step)
-    if command is not None:
-        lines += _settings(config, TREES[command])
-    return "\n".join(lines)
+    return str(card)
 
 
 def _without_credentials(value: Any, path: str = "") -> Any:
@@ -108,82 +122,33 @@ def _command(config: Mapping[str, Any]) -> str | None:
     return "sft" if update else None
 
 
-def _architecture(model: Path) -> str:
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the mapping in a file; an empty one if the file is missing or cannot be read."""
     try:
-        return str(json.loads((model / "config.json").read_text())["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _base(config: Mapping[str, Any], *, is_critic: bool) -> str | None:
-    values = values_of(config)
-    keys = ["actor_rollout_ref.model.path", "model.path"]
-    return next(
-        (values[key] for key in (["critic.model.path"] if is_critic else []) + keys if values.get(key)), None
-    )
-
-
-def _summary(
-    command: str | None,
-    config: Mapping[str, Any],
-    base: str | None,
-    step: int | None,
-    run_folder: Path | None,
-) -> str:
-    what = f"Trained with strop {__version__}"
+def _summary(command: str | None, values: Mapping[str, Any], base: str | None, last: int | None) -> str:
+    parts = [f"Trained with strop {__version__}"]
     if command is not None:
-        what += f" by {_COMMANDS[command]} (`strop {command}`)"
-    values = values_of(config)
+        parts[0] += f" by {_COMMANDS[command]} (`strop {command}`)"
     if command == "train":
-        what += f", advantage estimator `{values.get('algorithm.adv_estimator')}`"
+        parts.append(f"advantage estimator `{values.get('algorithm.adv_estimator')}`")
     if command == "dpo":
-        what += f", loss `{values.get('update.loss')}`"
+        parts.append(f"loss `{values.get('update.loss')}`")
     if base:
-        what += f", from `{base}`"
+        parts.append(f"from `{base}`")
     if files := values.get("data.train_files"):
-        names = [files] if isinstance(files, str) else files
-        what += f", on {', '.join(f'`{name}`' for name in names)}"
-    steps = _steps(run_folder)
-    last = step if step is not None else (steps[-1]["step"] if steps else None)
-    return f"{what}. {f'{last} iterations.' if last is not None else ''}".strip()
+        names = ", ".join(f"`{name}`" for name in ([files] if isinstance(files, str) else files))
+        parts.append(f"on {names}")
+    return ", ".join(parts) + ("." if last is None else f". {last} iterations.")
 
 
-def _usage(repo_id: str, revision: str, *, scores: bool) -> list[str]:
-    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
-    given = f'"{repo_id}", revision="{revision}"'
-    return [
-        "```python",
-        f"from transformers import {auto}, AutoTokenizer",
-        "",
-        f"model = {auto}.from_pretrained({given})",
-        f"tokenizer = AutoTokenizer.from_pretrained({given})",
-        "```",
-        "",
-    ]
-
-
-def _addresses(run_folder: Path) -> list[str]:
-    """Return where the trackers have the run."""
-    try:
-        found = json.loads((run_folder / TRACKERS_FILE).read_text())
-    except (OSError, ValueError):
-        return []
-    lines = [f"- {name}: {_published(str(address))}" for name, address in found.items()]
-    return ["## Run", "", *lines, ""] if found else []
-
-
-def _steps(run_folder: Path | None) -> list[dict[str, Any]]:
-    if run_folder is None:
-        return []
-    try:
-        return read_metrics(run_folder / METRICS_FILE)
-    except DataError:
-        return []
-
-
-def _metrics(run_folder: Path, last: int | None) -> list[str]:
-    """Return the first and the last value of each metric of the curves, and their picture."""
-    steps = [step for step in _steps(run_folder) if last is None or step["step"] <= last]
+def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of a table: the first and the last value of each metric of the curves."""
     rows = []
     for panel in drawn_panels(names_in_order(steps)):
         for label, name in panel.curves.items():
@@ -192,31 +157,20 @@ def _metrics(run_folder: Path, last: int | None) -> list[str]:
                 title = f"{panel.title}: {label}" if label.lower() != panel.title.lower() else panel.title
                 first, now = format_number(values[0]), format_number(values[-1])
                 row = (f"{title} ({panel.unit})", f"`{name}`", first, f"{now} (step {numbers[-1]})")
-                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    if not rows:
-        return []
-    picture = ["", f"![Curves of the run]({CURVES_FILE})"] if (run_folder / CURVES_FILE).is_file() else []
-    return ["## Metrics", "", "| | metric | first | last |", "| --- | --- | --- | --- |", *rows, *picture, ""]
+                rows.append([cell.replace("|", "\\|") for cell in row])
+    return rows
 
 
-def _settings(config: Mapping[str, Any], tree: Tree) -> list[str]:
-    """Return the keys that differ from the defaults."""
-    differing = dict(_differing(config, tree))
-    if not differing:
-        return []
-    text = yaml.safe_dump(differing, sort_keys=False, allow_unicode=True, width=1000).rstrip()
-    fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", text)), 3)
-    return ["## Configuration", "", "What differs from the defaults:", "", f"{fence}yaml", text, fence, ""]
-
-
-def _differing(config: Mapping[str, Any], tree: Tree) -> Iterator[tuple[str, Any]]:
+def _differing(config: Mapping[str, Any], tree: Tree) -> str:
+    """Return the keys that differ from the defaults, as YAML."""
     now, defaults = values_of(config), values_of(tree.raw_defaults())
+    found = {}
     for path, value in now.items():
-        default = defaults.get(path)
-        if followed := tree.followed_by(path):
-            default = now.get(followed, default)
-        if value == default:
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            value = str(value)
-        yield path, value
+        followed = tree.followed_by(path)
+        default = now.get(followed, defaults.get(path)) if followed else defaults.get(path)
+        if value != default:
+            # YAML would write .inf and .nan
+            found[path] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if not found:
+        return ""
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=1000).rstrip()
