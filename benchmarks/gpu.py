@@ -66,6 +66,7 @@ from strop.rollout.hf.engine import HFRollout
 from strop.rollout.hf.replica import _replace_parameters
 from strop.rollout.transfer.broadcast import Channel
 from strop.rollout.weights import checksums, require_equal_checksums
+from strop.torch_private import set_allocator
 
 BUDGET = "GPU_BUDGET_S"
 PUBLISHED = (
@@ -741,7 +742,7 @@ class Case:
             return
         if self.clock.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch._C._accelerator_setAllocatorSettings(setting)
+            set_allocator(setting)
         self.update(phase, {"uneven": batch or self.batches["uneven"]}, **options)
 
     def floor(self) -> None:

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from strop.checkpoint.folder import LATEST, PREFIX, parse_manifest
 from strop.config.paths import expand
-from strop.data.fetch import copy_files, open_filesystem
+from strop.data.fetch import copy_files, files_below, open_filesystem
 from strop.errors import CheckpointError
 from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
@@ -172,9 +172,7 @@ def _manifest(fs: Any, folder: str) -> Manifest | None:
 def _sizes(fs: Any, folder: str) -> dict[str, int | None]:
     """Return relative path -> bytes for every file below ``folder``."""
     fs.invalidate_cache()
-    root = fs._strip_protocol(folder).rstrip("/")
-    found = fs.find(folder, detail=True)
-    return {path[len(root) :].lstrip("/"): facts["size"] for path, facts in found.items()}
+    return {name: info["size"] for name, info in files_below(fs, folder).items()}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
     url = str(url)
     fs, remote = open_filesystem(url)
     with _io_errors(url):
-        files = _remote_files(fs, remote)
+        info = fs.info(remote)
+        files = files_below(fs, remote) if info["type"] == "directory" else {"": info}
     if not files:
         raise DataError(f"{url}: the folder is empty")
     if isinstance(fs, LocalFileSystem):
@@ -131,13 +132,9 @@ def _io_errors(url: str) -> Generator[None]:
         raise DataError(f"{url}: cannot be copied: {type(error).__name__}: {error}") from error
 
 
-def _remote_files(fs: Any, remote: str) -> dict[str, dict[str, Any]]:
-    """Return relative path -> info for every file at or below ``remote``; a single file's path is empty."""
-    info = fs.info(remote)
-    if info["type"] != "directory":
-        return {"": info}
-    found = fs.find(remote, detail=True)
-    root = fs._strip_protocol(remote).rstrip("/")
+def files_below(fs: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return relative path -> info for every file below ``folder``, a path of ``open_filesystem``."""
+    found, root = fs.find(folder, detail=True), folder.rstrip("/")
     return {path[len(root) :].lstrip("/"): info for path, info in sorted(found.items())}
 
 

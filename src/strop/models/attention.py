@@ -31,6 +31,7 @@ from strop.models.passes.micro_batch import send
 from strop.models.passes.shared_prompts import SharedPrompts, copies_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.passes.varlen import attention_by_lengths, takes_lengths
+from strop.models.transformers_private import attention_name, set_attention_name, supports_sdpa
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
 _FLOAT32_UP_TO = 512
@@ -231,13 +232,13 @@ def _mask(
 @contextmanager
 def attention_set_to(model: PreTrainedModel, implementation: str) -> Generator[None]:
     """Attend with the back-end ``implementation`` in the body."""
-    before = [(part, part._attn_implementation) for part in config_parts(model.config)]
-    model.config._attn_implementation = implementation  # its setter reaches the other parts
+    before = [(part, attention_name(part)) for part in config_parts(model.config)]
+    set_attention_name(model.config, implementation)
     try:
         yield
     finally:
         for part, own in before:  # outer parts first
-            part._attn_implementation = own
+            set_attention_name(part, own)
 
 
 def packed_attention(
@@ -249,7 +250,7 @@ def packed_attention(
     restored after the body, because a rollout generates with the same model, from padded prompts.
     """
     shared = SHARED_ATTENTION if group is not None else None
-    return attention_set_to(model, shared or row_attention(model.config._attn_implementation))
+    return attention_set_to(model, shared or row_attention(attention_name(model.config)))
 
 
 def row_attention(implementation: str) -> str:
@@ -269,9 +270,9 @@ def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
 
     The replacement is ``sdpa`` where it computes the same, else ``eager``.
     """
-    implementation = model.config._attn_implementation
+    implementation = attention_name(model.config)
     if is_flash(implementation) or implementation == FLEX:
-        implementation = "sdpa" if model._supports_sdpa and score_cap(model.config) is None else "eager"
+        implementation = "sdpa" if supports_sdpa(model) and score_cap(model.config) is None else "eager"
     return attention_set_to(model, implementation)
 
 

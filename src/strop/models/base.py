@@ -35,6 +35,7 @@ from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers, experts_of
+from strop.models.transformers_private import attention_name
 from strop.models.ulysses import SequenceGroup, check_shareable
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class RoleModel(nn.Module):
         if not self.packed:
             return None
         # flash-attention attends to the row as it is laid out; a shared prompt would need copies in it
-        by_sequence = not is_flash(self.hugging_face_model.config._attn_implementation)
+        by_sequence = not is_flash(attention_name(self.hugging_face_model.config))
         if by_sequence and self.sequence_group is None and "response_mask" in batch:
             return PromptsOnce.of(batch, with_last=self.with_last)
         mask_BL, device = on_cpu(batch, "attention_mask"), batch["input_ids"].device

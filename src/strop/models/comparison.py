@@ -22,6 +22,7 @@ from strop.errors import ModelError
 from strop.models.attention import attention_set_to
 from strop.models.base import RoleModel
 from strop.models.heads import require_numbers
+from strop.models.transformers_private import attention_is_replaceable, attention_name
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob, value or score in float32, where rounding gives about 1e-5."""
@@ -58,8 +59,8 @@ def require_eager_figures(
         remedy: the configuration key that selects the attention back-end, for errors; may be empty.
     """
     model = module.hugging_face_model
-    implementation = model.config._attn_implementation
-    replaceable = model._can_set_attn_implementation()
+    implementation = attention_name(model.config)
+    replaceable = attention_is_replaceable(model)
     batch = few_rows(model.config.get_text_config().vocab_size, model.device)
     was_training = module.training
     with precision or nullcontext():

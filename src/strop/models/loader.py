@@ -34,6 +34,7 @@ from strop.config.paths import instead_of_adapter, is_adapter
 from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean
 from strop.models.attention import attention_for, config_parts
 from strop.models.heads import reason_unsupported, scorer_config
+from strop.models.transformers_private import save_under_own_names
 
 
 @contextlib.contextmanager
@@ -227,7 +228,7 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
     except Exception as error:  # the family's code may raise anything, for example for a missing key
         raise ModelError(f"cannot load a model from {path}: {load_failure(error)}") from error
     if arguments.get("key_mapping"):
-        del model._weight_conversions  # save under the names of the language model, not under the file's
+        save_under_own_names(model)
     if quantizer := getattr(model, "hf_quantizer", None):
         if not all(weight.is_floating_point() for weight in model.parameters()):
             raise ModelError(
@@ -286,11 +287,9 @@ def fresh_head(hidden: int, seed: int) -> Tensor:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that are saved with a model; every rank holds them whole."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    """Return the buffers that are saved with a model; every rank holds them whole."""
+    saved = module.state_dict().keys()
+    return ((name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -27,6 +27,7 @@ from strop.models.attention import Sequences, is_flash, packed_attention, portab
 from strop.models.flex_attention import FLEX, Pieces
 from strop.models.heads import decoder_of, require_numbers
 from strop.models.passes.micro_batch import on_cpu, places_of, send
+from strop.models.transformers_private import attention_name, takes_any_attention
 from strop.models.ulysses import SequenceGroup, SharedRow
 
 _WINDOW = 2
@@ -113,7 +114,7 @@ def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
 
     Runs one forward pass of the decoder without a cache.
     """
-    options = packing.options(model.config._attn_implementation)
+    options = packing.options(attention_name(model.config))
     with packed_attention(model, packing.group):
         return decoder_of(model)(
             input_ids=packing.pack(batch["input_ids"]),
@@ -133,7 +134,7 @@ def check_packable(model: PreTrainedModel) -> None:
         reason = f"has layers of type {', '.join(unknown)}"
     elif model.config.is_encoder_decoder:
         reason = "has an encoder"
-    elif not (model._supports_attention_backend and model._can_set_attn_implementation()):
+    elif not takes_any_attention(model):
         reason = "does not let its attention be replaced (transformers' AttentionInterface)"
     else:
         return

@@ -21,6 +21,7 @@ from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
 from strop.models.heads import decoder_of, model_errors, require_numbers
+from strop.torch_private import has_forward_hooks
 
 Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits are in memory at once if the head is more than a matrix
@@ -63,7 +64,7 @@ class LogitProjection:
         """
         head = self._head
         # a subclass or a hook (an adapter, quantization) may compute anything: then the module itself runs
-        if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        if type(head) is not nn.Linear or has_forward_hooks(head):
             return self
         # sharded and outside of the forward pass, in which FSDP2 gathers it
         if isinstance(head.weight, DTensor):

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from strop.models.heads import decoder_of
 from strop.models.packing import Packing
 from strop.models.passes.micro_batch import on_cpu, places_of, send
+from strop.models.transformers_private import recorded_outputs
 
 
 class SequenceTokens(NamedTuple):
@@ -148,8 +149,7 @@ class Routers:
         config: Any = model.config.get_text_config()
         if not getattr(config, "router_aux_loss_coef", 0.0):
             return None
-        recorded = getattr(decoder_of(model), "_can_record_outputs", None) or {}
-        if (recorder := recorded.get("router_logits")) is None:
+        if (recorder := recorded_outputs(decoder_of(model)).get("router_logits")) is None:
             return None
         found = [
             module

@@ -15,6 +15,7 @@ import torch
 
 from strop.config.placement import Placement, runs_on_ray, tensor_parallel_size
 from strop.config.schema import Config, RootConfig
+from strop.torch_private import set_allocator
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _PROCESS = Path("/proc/self")
@@ -117,7 +118,7 @@ def prefer_expandable_segments(config: RootConfig, role: str, device: torch.devi
         fixed = rollout.free_cache_engine or tensor_parallel_size(config) > 1
         if rollout.name == "vllm" and fixed and shares:
             return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    set_allocator("expandable_segments:True")
 
 
 def keep_freed_memory(device: torch.device) -> None:

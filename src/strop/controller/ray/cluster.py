@@ -17,16 +17,17 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import services
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
-from ray._private.state import available_resources_per_node
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from strop.controller.pools import ResourcePool
 from strop.controller.ray.private import PrivateCluster
+from strop.controller.ray.ray_private import (
+    available_resources_per_node,
+    find_bootstrap_address,
+    find_gcs_addresses,
+    maybe_enable_token_auth_if_token_available,
+)
 from strop.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,8 @@ def running_cluster() -> str | None:
     """
     if address := os.environ.get("RAY_ADDRESS"):
         return None if address == "local" else address
-    started = services.find_bootstrap_address(None)  # from a file that outlives a killed cluster
-    return started if started in services.find_gcs_addresses() else None
+    started = find_bootstrap_address(None)  # from a file that outlives a killed cluster
+    return started if started in find_gcs_addresses() else None
 
 
 def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePool, list[Any]]:

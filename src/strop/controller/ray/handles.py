@@ -1,6 +1,7 @@
 """Tensors that stay in the object store until they are read.
 
 A worker's batch stays in Ray's object store, and the driver holds ``RemoteTensor``s, which behave like
+from strop.torch_private import wrapper
 tensors: selecting, joining and sending rows only records references, and the first other operation fetches
 the bytes. So a column that the driver never computes with never passes through it.
 """
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from strop.torch_private import wrapper
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
@@ -160,8 +163,7 @@ class RemoteTensor(Tensor):
     def of(column: str, layout: Layout, *, row_shape: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
         """Return the named column, with one row of shape ``row_shape`` per row of the layout."""
         # a tensor without storage: shape and dtype are known before any byte has arrived
-        make: Any = Tensor._make_wrapper_subclass
-        tensor = make(RemoteTensor, (len(layout), *row_shape), dtype=dtype)
+        tensor = wrapper(RemoteTensor, (len(layout), *row_shape), dtype)
         tensor.column, tensor.source, tensor._fetched = column, layout, None
         return tensor
 
@@ -187,8 +189,7 @@ class RemoteTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         if func is torch.cat and (joined := _join(*args, **kwargs)) is not None:
             return joined
         own = args[0] if args and isinstance(args[0], RemoteTensor) else None

@@ -29,11 +29,8 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray._private import ray_constants
-from ray._private.authentication import authentication_token_setup as authentication
-from ray._private.node import Node
-from ray._private.parameter import RayParams
 
+from strop.controller.ray.ray_private import Node, RayParams, authentication, ray_constants
 from strop.errors import WorkerError
 
 _PARTS = ("gcs_server", "raylet")

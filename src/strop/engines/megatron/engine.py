@@ -41,6 +41,7 @@ from strop.models.heads import decoder_of
 from strop.models.loader import dtype_named
 from strop.models.packing import Packing
 from strop.models.routing import Balance, learning_rows
+from strop.models.transformers_private import attention_name
 from strop.protocol import DataProto
 
 Columns = Mapping[str, Tensor]
@@ -91,7 +92,7 @@ class MegatronEngine:
             hugging_face_model.config,
             self._mcore,
             scalar_head=model.kind != "policy",
-            implementation=hugging_face_model.config._attn_implementation,
+            implementation=attention_name(hugging_face_model.config),
             padding=vars(hugging_face_model.get_input_embeddings())["padding_idx"],
         )
         for chunk in self._chunks:
@@ -246,7 +247,7 @@ class MegatronEngine:
                 sequences,
                 packing,
                 rotary=self._rotary,
-                implementation=self.module.hugging_face_model.config._attn_implementation,
+                implementation=attention_name(self.module.hugging_face_model.config),
                 multiple=multiple,
                 at_least=longest,
             )

@@ -123,9 +123,10 @@ def _fill(
     module: nn.Module, _: object, *, source: WeightSource, names: dict[int, str], own: dict[str, nn.Parameter]
 ) -> None:
     for name, weight in own.items():
-        module._parameters[name] = nn.Parameter(source.read(names[id(weight)]), requires_grad=False)
+        setattr(module, name, nn.Parameter(source.read(names[id(weight)]), requires_grad=False))
 
 
 def _empty(module: nn.Module, _: object, output: object, *, own: dict[str, nn.Parameter]) -> None:
     del output
-    module._parameters.update(own)
+    for name, weight in own.items():
+        setattr(module, name, weight)

@@ -52,6 +52,7 @@ from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
+from strop.models.transformers_private import attention_name
 from strop.protocol import DataProto
 
 _MODULES: dict[str, type[RoleModel]] = {
@@ -195,7 +196,7 @@ class TorchEngine:
         An unsharded model has float32 weights, so in float32 a bound is not widened by rounding;
         flash-attention needs 16 bits. With noise that the user set, updates cannot be compared.
         """
-        exact = not (self._sharded or is_flash(self.module.hugging_face_model.config._attn_implementation))
+        exact = not (self._sharded or is_flash(attention_name(self.module.hugging_face_model.config)))
         attention_key = f"{spec.packing_key.removesuffix('use_remove_padding')}attn_implementation"
         compare = partial(
             require_eager_figures,

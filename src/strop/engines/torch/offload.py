@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from strop.engines.torch.sharding import part, reshard
+from strop.torch_private import pin, replace_tensors, writes_in_place
 
 _MOVED_AT_ONCE = 1 << 28
 """Largest size in bytes of the moments in one part that passes through the device."""
@@ -42,10 +43,7 @@ def pinned_like(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]
     # torch's allocator rounds a pinned block up to a power of two: 543 MB would take 1 GiB
     memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
     if device.type == "cuda":
-        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
-        pin_memory(memory.ctypes.data, memory.nbytes)
-        weakref.finalize(memory, unpin_memory, memory.ctypes.data).atexit = False
+        weakref.finalize(memory, pin(memory.ctypes.data, memory.nbytes)).atexit = False
     for tensor, size, end in zip(found, sizes, accumulate(sizes), strict=True):
         if size:
             local = part(tensor)
@@ -188,7 +186,7 @@ class Offload:
 
     def _replace(self, held: list[Tensor], others: list[Tensor]) -> None:
         places = dict(zip(map(id, held), others, strict=True))
-        self._module._apply(lambda tensor: places.get(id(tensor), tensor))
+        replace_tensors(self._module, lambda tensor: places.get(id(tensor), tensor))
 
     def _wait(self) -> None:
         """Wait until copies in CPU memory can be read and written."""
@@ -207,7 +205,7 @@ class _Arrival:
 
 def _versions(tensor: Tensor) -> tuple[int, int]:
     """Return the numbers that count operations in place, on a DTensor and on its part."""
-    return tensor._version, part(tensor)._version
+    return writes_in_place(tensor), writes_in_place(part(tensor))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from strop.manifest import leave_digest, new_digest
+from strop.torch_private import storage_info
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -114,14 +115,14 @@ def _index(found: Any, storage: StorageMeta) -> Metadata:
         _of(str, name): _tensor(_state(entry, TensorStorageMetadata))
         for name, entry in index["state_dict_metadata"].items()
     }
-    places = {}
+    places, kind = {}, storage_info()
     for key, place in index["storage_data"].items():
-        key, place = _state(key, MetadataIndex), _state(place, _StorageInfo)
+        key, place = _state(key, MetadataIndex), _state(place, kind)
         file = _of(str, place["relative_path"])
         # a path could lead out of the folder; descriptors name code that transforms what is read
         if file in ("", ".", "..") or "/" in file or place.get("transform_descriptors"):
             raise ValueError(f"it names the file {file!r}; expected plain files of this folder")
-        where = _StorageInfo(file, _of(int, place["offset"]), _of(int, place["length"]))
+        where = kind(file, _of(int, place["offset"]), _of(int, place["length"]))
         places[MetadataIndex(_of(str, key["fqn"]), _size(key["offset"]))] = where
     return Metadata(tensors, storage_data=places, storage_meta=storage)
 

@@ -29,7 +29,9 @@ from strop.errors import ConfigError, StropError
 from strop.models.base import RoleModel
 from strop.models.deferred import Weights
 from strop.models.heads import decoder_of
+from strop.models.transformers_private import layer_classes
 from strop.models.ulysses import SequenceGroup
+from strop.torch_private import scale_in_place
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _units(module: RoleModel, settings: ShardingSettings) -> list[nn.Module]:
     inside = [unit for unit in decoder.modules() if unit is not decoder]
     if settings.min_num_params:
         return list(_large(decoder, settings.min_num_params))
-    classes = set(settings.layer_classes) or set(model._no_split_modules or ())
+    classes = set(settings.layer_classes) or layer_classes(model)
     # modules() yields outer modules first; fully_shard takes what inner units have left
     units = [unit for unit in reversed(inside) if type(unit).__name__ in classes]
     if unknown := set(settings.layer_classes) - {type(unit).__name__ for unit in units}:
@@ -219,7 +221,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
         norm = square.sqrt().to(norm.dtype)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
-    torch._foreach_mul_(parts, scale)
+    scale_in_place(parts, scale)
     return float(norm)
 
 

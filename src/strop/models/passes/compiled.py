@@ -21,6 +21,7 @@ from strop.errors import ModelError
 from strop.models.attention import run_outside_graphs
 from strop.models.heads import decoder_of
 from strop.models.passes.graphs import many_graphs
+from strop.models.transformers_private import layer_classes
 
 
 class CompiledLayers:
@@ -31,7 +32,7 @@ class CompiledLayers:
 
         Raises ``ModelError`` if transformers does not name the classes of the model's layers.
         """
-        names = set(model._no_split_modules or ())
+        names = layer_classes(model)
         self._layers = [part for part in decoder_of(model).modules() if type(part).__name__ in names]
         if not self._layers:
             raise ModelError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import torch
+import torch.compiler.config
 
 _GRAPHS = 64
 """Graphs of each function in a process: by role, window, heads, dtype, and with or without gradients."""
@@ -16,4 +16,4 @@ def many_graphs() -> AbstractContextManager[object]:
     Past torch's limit of 8, which roles of a family reach together, functions run operation by operation;
     torch logs it once.
     """
-    return torch._dynamo.config.patch(recompile_limit=_GRAPHS)
+    return torch.compiler.config.patch(recompile_limit=_GRAPHS)  # ty: ignore[missing-attribute]

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from strop.torch_private import has_backward_hooks, own_parameters
+
 _CAST_AT_ONCE = 1 << 18
 """Numbers of a gradient that a CPU casts to float32 at once, few enough for its cache: 1 MiB."""
 
@@ -51,11 +53,11 @@ def low_precision(
                     embeddings.append(module)
                 continue
             # _parameters, because setattr refuses a tensor that is no nn.Parameter
-            parameters: dict[str, Any] = module._parameters
+            parameters = own_parameters(module)
             for name, parameter in parameters.items():
                 if parameter is None or parameter.dtype != torch.float32:
                     continue
-                if parameter._backward_hooks:  # called by autograd only
+                if has_backward_hooks(parameter):  # called by autograd only
                     parameters[name] = parameter.to(dtype)
                 else:
                     if id(parameter) not in copies:
@@ -112,7 +114,7 @@ def _looks_up(module: nn.Embedding) -> bool:
         and "forward" not in vars(module)
         and options == (None, False, False)
         and module.weight.is_cpu
-        and not module.weight._backward_hooks  # called by autograd only
+        and not has_backward_hooks(module.weight)  # called by autograd only
     )
 
 

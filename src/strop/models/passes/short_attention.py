@@ -4,6 +4,7 @@ torch's kernel for CPUs works on blocks that are larger than such sequences, is 
 float32, and computes scores a second time in its backward pass. Here scores and their softmax are float32;
 probabilities, kept for the backward pass, and gradients are rounded to bfloat16 for the products.
 
+from strop.torch_private import multiplies_bfloat16, softmax_backward
 Shapes: S sequences of K keys with T queries each, Q query heads, G key-value heads, R = Q / G, D head size.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from strop.torch_private import multiplies_bfloat16, softmax_backward
 
 _LONGEST = 256
 """Longest sequence: its probabilities take the memory of the kernel's float32 queries and outputs."""
@@ -36,13 +39,8 @@ def attends_by_products(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and heads * queries * keys <= _MOST
         and sequences * heads * queries * keys >= _FEWEST
         and _NARROWEST <= width == value.shape[3]
-        and _multiplies_bfloat16()
+        and multiplies_bfloat16()
     )
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def attention_by_products(
@@ -96,7 +94,7 @@ class _Attention(torch.autograd.Function):
         value_gradient = torch.bmm(probs.transpose(1, 2), gradient)
         through_probs = torch.bmm(gradient, value.transpose(1, 2))
         # softmax's backward has no public name; autograd's would keep float32 probabilities, twice the memory
-        through_scores = torch.ops.aten._softmax_backward_data(through_probs, probs, -1, probs.dtype)
+        through_scores = softmax_backward(through_probs, probs)
         query_gradient = torch.bmm(through_scores, key).mul_(ctx.scaling)
         key_gradient = torch.bmm(through_scores.transpose(1, 2), query).mul_(ctx.scaling)
         return (

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from strop.errors import ModelError
 from strop.models.attention import attention_set_to
+from strop.models.transformers_private import attention_name
 
 _GROWTH = 128
 """Columns added at a time: a copy every 128 steps is cheap, and short responses waste little."""
@@ -200,7 +201,7 @@ def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     ``eager`` stays: some families (Gemma 2) cap attention scores only there. Call it under
     ``portable_attention``.
     """
-    implementation = model.config._attn_implementation
+    implementation = attention_name(model.config)
     return attention_set_to(model, _GROUPED if implementation == "sdpa" else implementation)
 
 

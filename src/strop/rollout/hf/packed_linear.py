@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from strop.torch_private import blocked, blocked_linear, multiplies_bfloat16
+
 _SMALLEST = 1 << 17
 """Smallest weight in elements; below it the packed product's fixed cost (10 us) exceeds the gain.
 
@@ -50,18 +52,15 @@ def _packable(module: nn.Linear, dtype: torch.dtype) -> bool:
         and weight.numel() >= _SMALLEST
         and "forward" not in vars(module)
         and torch.backends.mkldnn.is_available()
-        and (
-            dtype == torch.float32
-            or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        )
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16()))
     )
 
 
 def _packed_forward(module: nn.Linear, dtype: torch.dtype) -> Callable[..., Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().to(dtype), _ROWS_HINT)
+    weight = blocked(module.weight.detach().to(dtype), _ROWS_HINT)
     bias = None if module.bias is None else module.bias.detach().to(dtype)
 
     def forward(input: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input.to(dtype), weight, bias, "none", [], "")
+        return blocked_linear(input.to(dtype), weight, bias)
 
     return forward

@@ -22,6 +22,7 @@ from torch import Tensor
 from strop.controller.rendezvous import PATIENCE, stay_on_this_machine
 from strop.errors import ModelError
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
+from strop.torch_private import nccl_options
 
 _POLL_S = 5e-4
 """Seconds between two looks for a receiver that failed: NCCL itself would wait until its timeout."""
@@ -39,8 +40,7 @@ class Channel:
         self._store, self._device, self._size = dist.PrefixStore("weights", store), device, size
         groups = dist.PrefixStore("group", store)
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = PATIENCE  # a rollout may still generate
+            options = nccl_options(PATIENCE)  # a rollout may still generate
             self._group: Any = dist.ProcessGroupNCCL(groups, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(groups, rank, size, timeout=PATIENCE)

@@ -1,0 +1,54 @@
+"""Names of transformers without a public counterpart, read in 5.19; the rest of strop reaches into none.
+
+``tests/test_private_names.py`` fails by name where transformers moves one, and where another file uses one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def attention_name(config: PreTrainedConfig) -> str:
+    """Return the name of the attention back-end in use."""
+    return config._attn_implementation
+
+
+def set_attention_name(config: PreTrainedConfig, name: str) -> None:
+    """Select an attention back-end, for the parts of ``config`` too.
+
+    ``set_attention_implementation`` of the model loads kernels for some names, and refuses others.
+    """
+    config._attn_implementation = name
+
+
+def attention_is_replaceable(model: PreTrainedModel) -> bool:
+    """Return True if the family's attention is called by the name of its back-end."""
+    return model._can_set_attn_implementation()
+
+
+def takes_any_attention(model: PreTrainedModel) -> bool:
+    """Return True if the family's attention may be a function of ``AttentionInterface``."""
+    return model._supports_attention_backend and attention_is_replaceable(model)
+
+
+def supports_sdpa(model: PreTrainedModel) -> bool:
+    """Return True if the family computes the same with ``sdpa``."""
+    return model._supports_sdpa
+
+
+def layer_classes(model: PreTrainedModel) -> set[str]:
+    """Return the names of the classes of the model's layers; empty if it does not name them."""
+    return set(model._no_split_modules or ())
+
+
+def save_under_own_names(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` write the names of weights in the model, not those of the loaded files."""
+    del model._weight_conversions
+
+
+def recorded_outputs(module: nn.Module) -> dict[str, Any]:
+    """Return what the decoder can record of its modules, such as ``router_logits``; {} if nothing."""
+    return getattr(module, "_can_record_outputs", None) or {}
