@@ -41,13 +41,30 @@ from strop.models.ulysses import SequenceGroup, check_shareable
 logger = logging.getLogger(__name__)
 
 
+KEPT_OPERATORS = frozenset(
+    {
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+        *("aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm"),  # of experts, and in 8 bits
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_cudnn_attention_forward",
+        "torch_attn::_varlen_attn",  # torch.nn.attention.varlen
+        *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+        *("flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward"),
+        "inductor_compiled_code",  # of compiled regions, FlexAttention is the one that is an operator
+    }
+)
+"""Operators whose results selective checkpointing keeps: matrix products and attention kernels."""
+
+
 def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Keep the results of matrix products and of attention kernels."""
     del context, arguments, options
-    name = operator.name().partition(".")[0]
-    # mm, addmm, bmm and _grouped_mm of experts; torch_attn::_varlen_attn, flash_attn::_flash_attn_forward;
-    # compiled regions, of which FlexAttention is the one that is an operator
-    keeps = name.endswith("mm") or "attention" in name or "attn" in name or name == "inductor_compiled_code"
+    keeps = operator.name().partition(".")[0] in KEPT_OPERATORS
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
