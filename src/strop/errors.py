@@ -94,6 +94,31 @@ class MissingExtraError(StropError, ImportError):
         return MissingExtraError, self._given
 
 
+@contextmanager
+def raised_as(
+    kind: type[StropError], what: str, *types: type[Exception], remedy: str = ""
+) -> Generator[None]:
+    """Raise ``kind`` with ``what``, the error and the ``remedy`` for an exception of ``types`` in the body.
+
+    Errors of strop pass unchanged. Without ``types`` any other exception counts: file systems, hubs and the
+    code of model families raise types of their own.
+    """
+    caught = types or (Exception,)
+    try:
+        yield
+    except StropError:
+        raise
+    except caught as error:
+        text = " ".join(str(error).split()) if types else in_one_line(error)
+        raise kind(f"{what}: {text}{f'; {remedy}' if remedy else ''}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """Return type and message of an error in one line."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class Attempts:
     """Run steps that do not depend on one another, and collect their errors, so that all are reported."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, raised_as
 from strop.files import atomic_write_text
 
 MANIFEST = "manifest.json"
@@ -129,10 +129,9 @@ def require_unchanged(where: str, folder: Path, manifest: Mapping[str, Entry], r
     """
     require_sizes(where, manifest, sizes(folder, manifest))
     for name, entry in manifest.items():
-        try:
+        # a disk reports some damage itself
+        with raised_as(CheckpointError, f"{where} is damaged: {name} cannot be read", OSError):
             found = entry.digest and digest_of(folder / name)
-        except OSError as error:  # a disk reports some damage itself
-            raise CheckpointError(f"{where} is damaged: {name} cannot be read: {error}") from error
         if found != entry.digest:
             raise CheckpointError(
                 f"{where} is damaged: the content of {name} is not what was written (XXH3-128 {found}, the "

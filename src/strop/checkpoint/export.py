@@ -21,7 +21,7 @@ from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
 from strop.data.hub import local_model
 from strop.engines.torch.export import export_from_shards, write_model
-from strop.errors import CheckpointError, ConfigError
+from strop.errors import CheckpointError, ConfigError, raised_as
 from strop.manifest import IF_ON_PURPOSE, MANIFEST, covering, describe, require_unchanged, write
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm, defer_scorer
@@ -56,36 +56,32 @@ def export(
     if out.exists():
         raise CheckpointError(f"{out} exists already; name a folder that does not")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with (
+        raised_as(CheckpointError, f"cannot write the model to {out}", OSError, SafetensorError),
         # Beside `out`, hence on the same disk, so that the last step is a rename.
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-            building = Path(scratch) / "model"
-            source = _local_role(checkpoint, role, Path(scratch))
-            exported = source if _is_model(source) else source / "huggingface"
-            if merge:
-                _require_adapter(exported, checkpoint)
-                merge_adapter(exported, building)
-            elif any(exported.glob("*.safetensors")):
-                shutil.copytree(exported, building, ignore=shutil.ignore_patterns(MANIFEST))
-            else:
-                export_from_shards(source, exported, building)
-            if dtype is not None:
-                _convert(building, dtype)
-            write(building, describe(building))  # whoever loads the model compares it
-            building.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write the model to {out}: {error}") from error
+        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch,
+    ):
+        building = Path(scratch) / "model"
+        source = _local_role(checkpoint, role, Path(scratch))
+        exported = source if _is_model(source) else source / "huggingface"
+        if merge:
+            if not is_adapter(exported):
+                raise CheckpointError(f"{checkpoint} holds no LoRA adapter, so there is nothing to merge")
+            merge_adapter(exported, building)
+        elif any(exported.glob("*.safetensors")):
+            shutil.copytree(exported, building, ignore=shutil.ignore_patterns(MANIFEST))
+        else:
+            export_from_shards(source, exported, building)
+        if dtype is not None:
+            _convert(building, dtype)
+        write(building, describe(building))  # whoever loads the model compares it
+        building.rename(out)
     return out
 
 
 def _is_model(folder: Path) -> bool:
     """Return True for the Hugging Face folder of a model or an adapter."""
     return is_adapter(folder) or (folder / "config.json").is_file()
-
-
-def _require_adapter(folder: Path, checkpoint: str | Path) -> None:
-    if not is_adapter(folder):
-        raise CheckpointError(f"{checkpoint} holds no LoRA adapter, so there is nothing to merge")
 
 
 def merge_adapter(adapter: Path, out: Path) -> None:

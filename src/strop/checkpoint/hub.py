@@ -24,7 +24,7 @@ from strop.checkpoint.folder import iteration_of, latest_checkpoint, newest_mode
 from strop.checkpoint.model_card import model_card
 from strop.config.paths import expand, is_adapter, is_url
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, UploadError
+from strop.errors import CheckpointError, ConfigError, UploadError, raised_as
 from strop.files import atomic_write_text
 from strop.tracking.curves import CURVES_FILE
 
@@ -104,22 +104,13 @@ def create(api: HfApi, repo_id: str, revision: str, *, private: bool) -> None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
 
 
-@contextlib.contextmanager
-def _refusals_named(key: str, name: str) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:  # httpx's errors, the client's, OSError
-        raise ConfigError(
-            f"{key}={name}: the Hugging Face hub ({constants.ENDPOINT}) does not let this run write there: "
-            f"{reason(error)}. Check the name, the token (`hf auth whoami`) and the network, or train with "
-            "trainer.push_to_hub=False and upload later with `strop export RUN --push OWNER/NAME`"
-        ) from error
-
-
-def reason(error: Exception) -> str:
-    """Return an error of the client in one line."""
-    text = " ".join(str(error).split()).rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def _refusals_named(key: str, name: str) -> contextlib.AbstractContextManager[None]:
+    return raised_as(
+        ConfigError,
+        f"{key}={name}: the Hugging Face hub ({constants.ENDPOINT}) does not let this run write there",
+        remedy="check the name, the token (`hf auth whoami`) and the network, or train with "
+        "trainer.push_to_hub=False and upload later with `strop export RUN --push OWNER/NAME`",
+    )
 
 
 def upload(model: Path, to: Publication, *, run_folder: Path | None, step: int | None) -> Publication:
@@ -135,17 +126,13 @@ def upload(model: Path, to: Publication, *, run_folder: Path | None, step: int |
     if run_folder is not None and (run_folder / CURVES_FILE).is_file():
         files[CURVES_FILE] = run_folder / CURVES_FILE
     files["README.md"] = card.encode()
-    try:
+    with raised_as(UploadError, f"the model could not be uploaded to {to.repo_id}, branch {to.revision}"):
         commit = HfApi().create_commit(
             to.repo_id,
             [CommitOperationAdd(name, content) for name, content in files.items()],
             commit_message="Upload the model" if step is None else f"Upload the model of iteration {step}",
             revision=to.revision,
         )
-    except Exception as error:  # httpx's errors, the client's, OSError
-        raise UploadError(
-            f"the model could not be uploaded to {to.repo_id}, branch {to.revision} ({reason(error)})"
-        ) from error
     return replace(to, step=step, commit=commit.oid)
 
 

@@ -7,10 +7,10 @@ off or names a checkpoint that is not whole, the newest whole checkpoint is used
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import math
+import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,23 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from strop.checkpoint.folder import LATEST, PREFIX, parse_manifest
-from strop.config.paths import expand
+from strop.checkpoint.folder import (
+    LATEST,
+    PREFIX,
+    building_folder,
+    latest_checkpoint,
+    parse_manifest,
+    publish,
+    seal,
+)
+from strop.config.paths import expand, is_url
 from strop.data.fetch import copy_files, files_below, open_filesystem
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, raised_as
 from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = (5.0, 20.0, 60.0)
-_POLL_S = 0.2
 
 
 class RemoteCheckpoints:
@@ -137,10 +144,8 @@ def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda n
     fs, remote = open_filesystem(url)
     remote = remote.rstrip("/")
     files = {name: entry for name, entry in read_manifest(url).items() if wanted(name)}
-    try:
+    with raised_as(CheckpointError, f"{url} cannot be downloaded"):
         copy_files(fs, {f"{remote}/{name}": target / name for name in files})
-    except Exception as error:  # back-ends raise their own types: botocore's, pyarrow's, OSError
-        raise CheckpointError(f"{url} cannot be downloaded: {type(error).__name__}: {error}") from error
     require_unchanged(url, target, files, remedy="; copy the checkpoint again, or use another one")
     return files
 
@@ -148,12 +153,8 @@ def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda n
 def read_manifest(url: str) -> Manifest:
     """Return the manifest of a remote checkpoint; ``CheckpointError`` when it is not whole."""
     fs, remote = open_filesystem(url)
-    try:
+    with raised_as(CheckpointError, f"{url} cannot be read"):
         found = _manifest(fs, remote.rstrip("/"))
-    except CheckpointError:
-        raise
-    except Exception as error:  # as in `download`
-        raise CheckpointError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
     if found is None:
         raise CheckpointError(
             f"{url} is not a whole checkpoint: it has no {MANIFEST} (an upload was cut off, or it is another "
@@ -173,6 +174,49 @@ def _sizes(fs: Any, folder: str) -> dict[str, int | None]:
     """Return relative path -> bytes for every file below ``folder``."""
     fs.invalidate_cache()
     return {name: info["size"] for name, info in files_below(fs, folder).items()}
+
+
+def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | None) -> Path | None:
+    """Return the checkpoint that ``trainer.resume_mode`` selects, or None for a fresh start.
+
+    ``disable`` selects none. ``auto`` selects the latest of the run folder; if there is none, the latest of
+    ``remote``, which is downloaded and becomes the latest of the run folder. Otherwise a path, or the URL of
+    a ``global_step_N`` folder, which is downloaded into ``<folder>/downloaded``.
+    """
+    if resume_mode == "disable":
+        return None
+    if resume_mode == "auto":
+        found = latest_checkpoint(folder)
+        return _fetch_latest(folder, remote) if found is None and remote is not None else found
+    if is_url(resume_mode):
+        return _fetch_named(folder, resume_mode.rstrip("/"))
+    return Path(expand(resume_mode))
+
+
+def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
+    what = f"{remote.url} cannot be searched for a checkpoint to resume from"
+    with raised_as(CheckpointError, what, remedy="set trainer.resume_mode=disable to start from scratch"):
+        step = remote.latest()
+    if step is None:
+        return None
+    building = building_folder(folder, step)
+    shutil.rmtree(building, ignore_errors=True)
+    seal(building, download(remote.url_of(step), building))
+    return publish(folder, step)
+
+
+def _fetch_named(folder: Path, url: str) -> Path:
+    """Return a local copy of a remote checkpoint; a copy with the same manifest is used again."""
+    manifest = read_manifest(url)
+    key = hashlib.sha256(f"{url} {manifest}".encode()).hexdigest()[:16]
+    home = folder / "downloaded" / key
+    name = url.rpartition("/")[2]
+    if not home.exists():
+        shutil.rmtree(home.parent, ignore_errors=True)  # a download that was cut off, or another checkpoint
+        building = home.with_name(f"{key}.tmp")
+        seal(building / name, download(url, building / name))
+        building.rename(home)
+    return home / name
 
 
 @dataclass(frozen=True)
@@ -225,7 +269,7 @@ class Uploader:
             self._waiting = [upload for upload in self._waiting if upload.checkpoint != checkpoint]
             return self._current is None or self._current.checkpoint != checkpoint
 
-    def close(self, *, at_most_s: float = math.inf) -> None:
+    def close(self, *, at_most_s: float | None = None) -> None:
         """Wait for all uploads and end the thread; ``CheckpointError`` names what was not uploaded.
 
         An interrupt of the wait (Ctrl-C) or its end after ``at_most_s`` cancels the rest. A second call
@@ -234,14 +278,12 @@ class Uploader:
         if self._closed.is_set():
             return
         try:
-            deadline = time.monotonic() + at_most_s
-            if left := self._left():
-                names = ", ".join(upload.checkpoint.name for upload in left)
-                logger.info("waiting for the upload of %s to %s", names, self.remote.url)
-            while self._left() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            for upload in self._left():
-                self._failures[upload.checkpoint] = "its upload was cut off"
+            with self._changed:
+                if left := self._left():
+                    names = ", ".join(upload.checkpoint.name for upload in left)
+                    logger.info("waiting for the upload of %s to %s", names, self.remote.url)
+                self._changed.wait_for(lambda: not self._left(), at_most_s)
+                self._failures |= {upload.checkpoint: "its upload was cut off" for upload in self._left()}
         finally:
             self.cancel()
         missing = {path: reason for path, reason in self._failures.items() if path.exists()}
@@ -260,8 +302,7 @@ class Uploader:
             self._changed.notify_all()
 
     def _left(self) -> list[_Upload]:
-        with self._changed:
-            return [upload for upload in (self._current, *self._waiting) if upload is not None]
+        return [upload for upload in (self._current, *self._waiting) if upload is not None]
 
     def _work(self) -> None:
         while True:
@@ -275,6 +316,7 @@ class Uploader:
             finally:
                 with self._changed:
                     self._current = None
+                    self._changed.notify_all()
 
     def _upload(self, upload: _Upload) -> None:
         for attempt, pause_s in enumerate((*self._retry_after_s, None)):

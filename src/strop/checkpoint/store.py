@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import pickle
 import random
 import shutil
@@ -45,11 +44,10 @@ from strop.checkpoint.folder import (
     seal,
     verify,
 )
-from strop.checkpoint.remote import RemoteCheckpoints, Uploader
-from strop.checkpoint.resume import find_checkpoint
+from strop.checkpoint.remote import RemoteCheckpoints, Uploader, find_checkpoint
 from strop.config.paths import expand
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, StropError, WorkerError, is_interrupt
+from strop.errors import CheckpointError, ConfigError, StropError, WorkerError, is_interrupt, raised_as
 from strop.files import crash_point
 from strop.manifest import require_unchanged
 
@@ -158,7 +156,7 @@ class Checkpoints:
         if first is not None:
             raise first
 
-    def _end(self, finish: Callable[[], None], *, uploads_at_most_s: float = math.inf) -> list[Exception]:
+    def _end(self, finish: Callable[[], None], *, uploads_at_most_s: float | None = None) -> list[Exception]:
         """Finish the save in flight, then the uploads even if the save failed; return the failures."""
         failures: list[Exception] = []
         for end in (finish, lambda: self._finish_uploads(uploads_at_most_s)):
@@ -200,7 +198,7 @@ class Checkpoints:
                 )
             time.sleep(_POLL_S)
 
-    def _finish_uploads(self, at_most_s: float) -> None:
+    def _finish_uploads(self, at_most_s: float | None) -> None:
         if self._uploader is None:
             return
         self._uploader.close(at_most_s=at_most_s)
@@ -321,13 +319,12 @@ class Checkpoints:
         if self._uploader is None:
             return
         remote = self._uploader.remote
-        try:
+        with raised_as(
+            CheckpointError,
+            f"the earlier checkpoints in {remote.url} cannot be moved aside",
+            remedy="set trainer.default_hdfs_dir to a folder that only this run uses",
+        ):
             archive = remote.archive()
-        except Exception as error:  # back-ends raise their own types: botocore's, pyarrow's, OSError
-            raise CheckpointError(
-                f"the earlier checkpoints in {remote.url} cannot be moved aside ({type(error).__name__}: "
-                f"{error}); set trainer.default_hdfs_dir to a folder that only this run uses"
-            ) from error
         if archive is not None:
             logger.info("earlier checkpoints in %s are now in %s", remote.url, archive)
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from strop.data.sources import Files, Rows, read_table, reading, require_readable
-from strop.errors import DataError, nearest
+from strop.errors import DataError, nearest, raised_as
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,9 @@ def read_prompt_table(
             if column not in table.column_names:
                 table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
         tables.append(table)
-    try:
+    what = f"the columns of {', '.join(names)} have types that cannot be joined"
+    with raised_as(DataError, what, pa.ArrowException):
         whole = pa.concat_tables(tables, promote_options="permissive")
-    except pa.ArrowException as error:
-        raise DataError(
-            f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
-        ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
     return PromptTable(whole, tuple(names), tuple(starts))
 

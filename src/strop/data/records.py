@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from strop.errors import DataError
+from strop.errors import DataError, raised_as
 
 CHUNK_ROWS = 50_000
 """Records that are Python objects at one time."""
@@ -43,10 +43,8 @@ def json_records(name: str, path: Path) -> Iterator[Located]:
 
 
 def _json_list(name: str, data: bytes) -> Iterator[Located]:
-    try:
+    with raised_as(DataError, f"{name}: not JSON", ValueError, RecursionError):
         records = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: not JSON: {error}") from error
     for number, record in enumerate(records):
         if not isinstance(record, dict):
             raise DataError(f"{name}, record {number}: expected an object, found {record!r:.60}")

@@ -16,7 +16,7 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import xxhash
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, with_split
 from strop.data.fetch import local_path
 from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of
-from strop.errors import DataError, MissingExtraError
+from strop.errors import DataError, MissingExtraError, raised_as
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
@@ -205,13 +205,10 @@ def require_readable(name: str, table: pa.Table, *, first_row: int = 0) -> None:
                 ) from error
 
 
-@contextmanager
-def reading(name: str) -> Generator[None]:
+def reading(name: str) -> AbstractContextManager[None]:
     """Turn read errors of the body into a :class:`DataError` about the source ``name``."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: cannot be read: {error}") from error
+    types = (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError)
+    return raised_as(DataError, f"{name}: cannot be read", *types)
 
 
 @contextmanager

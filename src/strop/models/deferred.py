@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from strop.errors import ModelError, StropError
+from strop.errors import ModelError, StropError, raised_as
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.loader import (
     fresh_head,
@@ -190,11 +190,11 @@ _Places = dict[str, tuple[Path, str] | dict[str, Path] | None]
 
 
 def _read(file: Path, key: str) -> Tensor:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_tensor(key).float()
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read {key} from {file}: {error}") from error
+    with (
+        raised_as(ModelError, f"cannot read {key} from {file}", OSError, SafetensorError),
+        safe_open(file, framework="pt") as tensors,
+    ):
+        return tensors.get_tensor(key).float()
 
 
 def _find(

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 from strop.config.paths import instead_of_adapter, is_adapter
-from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean
+from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean, raised_as
 from strop.models.attention import attention_for, config_parts
 from strop.models.heads import reason_unsupported, scorer_config
 from strop.models.transformers_private import save_under_own_names
@@ -59,10 +59,8 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
 def import_external_lib(names: str | list[str] | None) -> None:
     """Import packages that register a user's models or tokenizers with transformers."""
     for name in [names] if isinstance(names, str) else names or []:
-        try:
+        with raised_as(ModelError, f"model.external_lib: cannot import {name!r}", ImportError):
             importlib.import_module(name)
-        except ImportError as error:
-            raise ModelError(f"model.external_lib: cannot import {name!r}: {error}") from error
 
 
 def locate(path: str | Path) -> dict[str, Any]:
@@ -97,12 +95,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     located = {"pretrained_model_name_or_path": str(path)} if alone.is_file() else locate(path)
     # AutoTokenizer would pick the class of the model type (for Qwen2 with another pre-tokenizer).
     kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
-    try:
+    with raised_as(ModelError, f"no tokenizer can be loaded from {path}"):
         tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many types for a broken file, KeyError among them
-        if isinstance(error, ModelError | MissingExtraError):
-            raise
-        raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
     _require_vocabulary(tokenizer, path)
     # prompts end at one column, where the generation of all rows begins
     tokenizer.padding_side = "left"
@@ -145,13 +139,8 @@ def load_model_config(
 
     Configurations inside it, such as ``text_config``, have their dropouts at 0 as well.
     """
-    try:
+    with raised_as(ModelError, f"model {path}: its configuration cannot be read"):
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
-    except StropError:
-        raise
-    except Exception as error:  # the family's code checks the entries
-        reason = " ".join(str(error).split())
-        raise ModelError(f"model {path}: its configuration cannot be read: {reason}") from error
     for part in config_parts(config):
         for key, value in list(part.to_dict().items()):
             if isinstance(value, float) and ("dropout" in key or key.endswith("drop")):
@@ -162,11 +151,8 @@ def load_model_config(
                 f"override_config.{key}: the configuration of the model {path} ({type(config).__name__}) has "
                 f"no such key, so it would have no effect{did_you_mean(key, config.to_dict())}"
             )
-        try:
+        with raised_as(ModelError, f"override_config.{key}={value!r}: {path} does not take it"):
             setattr(config, key, value)
-        except Exception as error:  # the classes of transformers check types with errors of their own
-            reason = " ".join(str(error).split())
-            raise ModelError(f"override_config.{key}={value!r}: {path} does not take it: {reason}") from error
     return config
 
 

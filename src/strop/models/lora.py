@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION
-from strop.errors import ConfigError, MissingExtraError, ModelError
+from strop.errors import ConfigError, MissingExtraError, ModelError, raised_as
 from strop.models.deferred import Weights
 
 _ADAPTER = "default"  # peft's name for the only adapter
@@ -231,10 +231,8 @@ def _new_config(peft: Any, settings: LoraSettings) -> Any:
 def _read_config(peft: Any, settings: LoraSettings) -> Any:
     """Return the configuration of the adapter in a folder, without dropout."""
     found = f"{settings.key}.lora_adapter_path={settings.folder}"
-    try:
+    with raised_as(ModelError, f"{found}: no adapter of peft's can be read"):
         config = peft.PeftConfig.from_pretrained(str(settings.folder))
-    except Exception as error:  # peft raises ValueError, TypeError and json's errors for a broken file
-        raise ModelError(f"{found}: no adapter of peft's can be read: {error}") from error
     if not isinstance(config, peft.LoraConfig):
         raise ModelError(f"{found}: an adapter of type {config.peft_type}, expected LORA")
     if settings.rank not in (0, config.r):
@@ -288,15 +286,13 @@ def _inject(model: PreTrainedModel, config: Any, settings: LoraSettings, whole: 
         patterns += [rf"(.*\.)?{re.escape(end)}" for end in given]
     config.exclude_modules = "|".join(f"({pattern})" for pattern in patterns) or None
     config.modules_to_save = None  # peft would wrap them
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # later checks raise errors that name the layer
-            peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ConfigError(
-            f"{settings.key}.target_modules={settings.target_modules} with exclude_modules="
-            f"{settings.exclude_modules}: {type(model).__name__} cannot be adapted so: {error}"
-        ) from error
+    what = (
+        f"{settings.key}.target_modules={settings.target_modules} with exclude_modules="
+        f"{settings.exclude_modules}: {type(model).__name__} cannot be adapted so"
+    )
+    with raised_as(ConfigError, what, ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later checks raise errors that name the layer
+        peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     config.exclude_modules = given
 
 
@@ -345,11 +341,11 @@ def _start_of(
         }
     file = settings.folder / ADAPTER_WEIGHTS
     found = f"{settings.key}.lora_adapter_path={settings.folder}"
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            stored = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{found}: {ADAPTER_WEIGHTS} cannot be read: {error}") from error
+    with (
+        raised_as(ModelError, f"{found}: {ADAPTER_WEIGHTS} cannot be read", OSError, SafetensorError),
+        safe_open(file, framework="pt") as tensors,
+    ):
+        stored = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
     keys = {name: _PREFIX + name.replace(f".{_ADAPTER}.", ".") for name in shapes}
     if keys.get(_HEAD) not in stored:
         keys.pop(_HEAD, None)  # the base model's or a fresh one

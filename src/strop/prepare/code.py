@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError
+from strop.errors import DataError, raised_as
 from strop.prepare.source import Split, Splits, make_row, read_splits, text_field
 
 MBPP = "google-research-datasets/mbpp"
@@ -106,12 +106,10 @@ def in_block(code: str) -> str:
 
 def called_function(code: str, test: str) -> str:
     """Return the name of the first function of ``code`` that ``test`` calls."""
-    try:
+    with raised_as(DataError, "field code or test_list: not Python", SyntaxError):
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
         # breadth first: of assert f(g(x)) == 1 the outer call comes first
         calls = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
-    except SyntaxError as error:
-        raise DataError(f"field code or test_list: not Python: {error}") from error
     for call in calls:
         if isinstance(call.func, ast.Name) and call.func.id in defined:
             return call.func.id

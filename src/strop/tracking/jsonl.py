@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from strop.errors import DataError, TrainingError
+from strop.errors import DataError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.tracking.base import RunInfo
 
@@ -61,10 +61,8 @@ class JsonlTracker:
 
     def close(self) -> None:
         """Close the file; TrainingError if a write fails only now, as on NFS."""
-        try:
+        with raised_as(TrainingError, f"{self.path}: the last steps may be missing", OSError):
             self._file.close()
-        except OSError as error:
-            raise TrainingError(f"{self.path}: the last steps may be missing: {error}") from error
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 from strop.algorithms.registry import resolve
 from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
-from strop.errors import ConfigError, MissingExtraError, TrainingError
+from strop.errors import ConfigError, MissingExtraError, TrainingError, raised_as
 from strop.files import atomic_write_text
 from strop.tracking.base import (
     AddressedTracker,
@@ -148,10 +148,9 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
     """
     if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
         raise MissingExtraError(name, name, f"trainer.logger {name!r}")
-    try:
+    # an installed package that does not work
+    with raised_as(ConfigError, f"trainer.logger={name!r} cannot be imported", ImportError):
         return load_backend(TRACKERS[name]) if name in TRACKERS else resolve(name, TRACKERS, "trainer.logger")
-    except ImportError as error:  # an installed package that does not work
-        raise ConfigError(f"trainer.logger={name!r} cannot be imported: {error}") from error
 
 
 def _as_number(name: str, value: Any) -> int | float:

@@ -30,7 +30,7 @@ from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.sources import Rows
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.errors import Attempts, DataError, ModelError
+from strop.errors import Attempts, DataError, ModelError, raised_as
 from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
@@ -212,10 +212,10 @@ def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
     """Set the template of ``tokenizer`` to ``data.chat_template``; warn of variables that none reads."""
     template = data.chat_template
     if is_template_file(template):
-        try:
+        with raised_as(
+            DataError, f"data.chat_template={template}: cannot be read", OSError, UnicodeDecodeError
+        ):
             template = local_path(template, data.cache_dir).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.chat_template={template}: cannot be read: {error}") from error
     if template is not None:
         tokenizer.chat_template = template
     unread = [name for name in data.apply_chat_template_kwargs if name not in str(tokenizer.chat_template)]

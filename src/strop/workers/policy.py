@@ -27,7 +27,7 @@ from strop.controller.pools import Role
 from strop.controller.rendezvous import open_store, stay_on_this_machine
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
-from strop.errors import CheckpointError, ModelError, TrainingError
+from strop.errors import CheckpointError, ModelError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.manifest import covering
 from strop.models.loader import dtype_named
@@ -190,11 +190,12 @@ class ActorRolloutRefWorker(RoleWorker):
         """
         state = {"uids": self._admitted, "rollout": self.rollout.in_flight()}
         path = folder / f"rank_{self.rank}.pt"
-        try:
-            with atomic_path(path) as temporary:
-                torch.save(state, temporary)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
-            raise CheckpointError(f"cannot write {path}: {error}") from error
+        # torch raises RuntimeError for a full disk
+        with (
+            raised_as(CheckpointError, f"cannot write {path}", OSError, RuntimeError),
+            atomic_path(path) as temporary,
+        ):
+            torch.save(state, temporary)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_in_flight(self, folder: Path) -> None:
@@ -212,10 +213,8 @@ class ActorRolloutRefWorker(RoleWorker):
                 f"{self.world_size}; resume with {ranks}"
             )
         path = folder / f"rank_{self.rank}.pt"
-        try:
+        with raised_as(CheckpointError, f"{path} is damaged"):
             state = torch.load(path, weights_only=True)
-        except Exception as error:  # damage raises errors of many types
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         for batch, uids in self._admitted.items():
             if batch in state["uids"] and (difference := _first_difference(uids, state["uids"][batch])):
                 raise CheckpointError(f"{path}: batch {batch} was admitted with other prompts: {difference}")

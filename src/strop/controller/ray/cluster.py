@@ -28,7 +28,7 @@ from strop.controller.ray.ray_private import (
     find_gcs_addresses,
     maybe_enable_token_auth_if_token_available,
 )
-from strop.errors import ConfigError
+from strop.errors import ConfigError, raised_as
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +119,14 @@ def _join(address: str) -> None:
     if "RAY_ADDRESS" not in os.environ:  # Ray does this for the clusters that it finds itself
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     # Show the output of workers; Ray's own messages are in its log files.
-    try:
+    with raised_as(
+        ConfigError,
+        f"cannot connect to the Ray cluster at {address}",
+        *(ConnectionError, AuthenticationError),
+        remedy="if it requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not "
+        "in ~/.ray/auth_token",
+    ):
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
-    except (ConnectionError, AuthenticationError) as error:
-        raise ConfigError(
-            f"cannot connect to the Ray cluster at {address}: {error}. If it requires a token, set "
-            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
-        ) from error
 
 
 _PRIVATE: list[PrivateCluster] = []

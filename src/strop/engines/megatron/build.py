@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from strop.engines.megatron.attention import PackedAttention
 from strop.engines.megatron.experts import MIXTURE, ExpertLayer, has_experts
 from strop.engines.megatron.settings import FAMILIES, ParallelSettings, with_choices
-from strop.errors import ConfigError, ModelError
+from strop.errors import ConfigError, ModelError, raised_as
 from strop.models.routing import experts_of
 
 
@@ -156,10 +156,9 @@ def transformer_config(
             f"megatron.override_transformer_config.recompute_modules: {wrong[0]} needs Transformer Engine, "
             "which is not used here; expected core_attn, mlp or moe"
         )
-    try:
+    types = (TypeError, ValueError, AssertionError, NotImplementedError)
+    with raised_as(ConfigError, "megatron.override_transformer_config", *types):
         return TransformerConfig(**chosen)
-    except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"megatron.override_transformer_config: {error}") from error
 
 
 def _shared_expert(config: PretrainedConfig) -> int | None:

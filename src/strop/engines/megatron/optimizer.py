@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from strop.engines.base import OptimizerSettings, StepResult
 from strop.engines.megatron.convert import copies
 from strop.engines.megatron.settings import ParallelSettings, with_choices
-from strop.errors import ConfigError
+from strop.errors import ConfigError, raised_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,10 +46,8 @@ class Optimizer:
         }
         choices = {"overlap_grad_reduce": False, "grad_reduce_in_fp32": True}
         chosen = with_choices("override_ddp_config", entries, choices, parallel.ddp)
-        try:
+        with raised_as(ConfigError, "megatron.override_ddp_config", TypeError):
             ddp = DistributedDataParallelConfig(**chosen)
-        except TypeError as error:
-            raise ConfigError(f"megatron.override_ddp_config: {error}") from error
         self.chunks = [DistributedDataParallel(mcore, ddp, chunk) for chunk in chunks]
         config = OptimizerConfig(
             optimizer="adam",

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as parallel_random
 
 from strop.engines.megatron.settings import ParallelSettings
-from strop.errors import ConfigError
+from strop.errors import ConfigError, raised_as
 
 _MINUTES = 7 * 24 * 60
 """A rank may write files while its neighbour waits in a collective; the controller detects hangs."""
@@ -25,13 +25,9 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
     Raises ``ConfigError`` if another role of this process has opened others.
     """
     global _opened
-    try:
+    what = "strategy=megatron: megatron-core runs on GPUs only, and torch finds none"
+    with raised_as(ConfigError, what, RuntimeError, AssertionError, remedy="set strategy=fsdp"):
         torch.cuda.current_device()
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"strategy=megatron: megatron-core runs on GPUs only, and torch finds none ({error}); set "
-            "strategy=fsdp"
-        ) from error
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         # one process without a group: a store in its memory needs no port

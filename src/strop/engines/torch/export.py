@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from strop import ranks
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, raised_as
 from strop.models.loader import no_progress_bars, persistent_buffers
 
 MAX_FILE_BYTES = 2 << 30
@@ -56,7 +56,7 @@ def write_weights(
     files = plan_files(sizes, max_bytes)
     incoming: Iterator[tuple[str, Tensor]] = iter(tensors)
     weight_map: dict[str, str] = {}
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for number, names in enumerate(files, start=1):
             file = f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -70,8 +70,6 @@ def write_weights(
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
 
 
 def write_folder(
@@ -131,11 +129,10 @@ def set_entries(config: PretrainedConfig, entries: Mapping[str, Any]) -> None:
 @contextmanager
 def writing(folder: Path) -> Generator[None]:
     """Raise ``CheckpointError`` if the body cannot write the model to ``folder``."""
-    with no_progress_bars():  # they would break the run's live display
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+    what = f"cannot write the model to {folder}"
+    # bars would break the run's live display
+    with no_progress_bars(), raised_as(CheckpointError, what, OSError, SafetensorError):
+        yield
 
 
 def export_from_shards(
@@ -151,12 +148,10 @@ def export_from_shards(
     shapes = {name.removeprefix(_MODEL): entry for name, entry in stored.items() if name.startswith(_MODEL)}
     if not shapes:
         raise CheckpointError(f"{state_folder} holds no weights of a model; it holds {sorted(stored)[:3]}")
-    try:
+    with raised_as(CheckpointError, f"cannot copy {huggingface_folder} to {out}", OSError):
         shutil.copytree(
             huggingface_folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
         )
-    except OSError as error:
-        raise CheckpointError(f"cannot copy {huggingface_folder} to {out}: {error}") from error
     sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     write_weights(out, _read(state_folder, shapes), sizes, max_bytes)
 
