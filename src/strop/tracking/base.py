@@ -52,7 +52,6 @@ class Tracker(Protocol):
         ...
 
 
-@runtime_checkable
 class ValidationTracker(Protocol):
     """Optional second method of a tracker, for the report of a validation."""
 
@@ -61,7 +60,6 @@ class ValidationTracker(Protocol):
         ...
 
 
-@runtime_checkable
 class LengthsTracker(Protocol):
     """Optional method of a tracker, for the token lengths of the run's data sets."""
 
@@ -80,7 +78,6 @@ class AddressedTracker(Protocol):
         ...
 
 
-@runtime_checkable
 class ImageTracker(Protocol):
     """Optional method of a tracker, for a picture of the run."""
 

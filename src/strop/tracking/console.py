@@ -69,7 +69,24 @@ def step_progress(run: RunInfo) -> Progress:
     return progress
 
 
-class PlainLines:
+class Tables:
+    """Print tables on standard output, or where ``console`` is."""
+
+    @property
+    def console(self) -> Console:
+        """Where tables are printed."""
+        return plain_console()
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Print a validation's tables."""
+        self.console.print(_validation(step, report))
+
+    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
+        """Print the table of token lengths."""
+        self.console.print(lengths_table(columns))
+
+
+class PlainLines(Tables):
     """``step 12/400  reward 0.53  kl 0.002  len 6.1  tok/s 2,004  eta 0:01:20``."""
 
     def __init__(self, run: RunInfo) -> None:
@@ -90,19 +107,11 @@ class PlainLines:
         # flush: a file or pipe would get lines in blocks of 8 KiB
         print(printable("  ".join([f"step {step}/{self._total_steps}", *parts, *eta])), flush=True)
 
-    def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Print a validation's tables."""
-        plain_console().print(_validation(step, report))
-
-    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
-        """Print the table of token lengths."""
-        plain_console().print(lengths_table(columns))
-
     def close(self) -> None:
         """Do nothing: every line is already written."""
 
 
-class FigureTable:
+class FigureTable(Tables):
     """The last and first value of each figure, with a sparkline, below a progress bar."""
 
     def __init__(self, run: RunInfo) -> None:
@@ -145,13 +154,10 @@ class LiveTable(FigureTable):
         self._live.start()
         self._moved_handlers = _move_log_handlers(*streams)
 
-    def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Print a validation's tables, above the live display."""
-        self._live.console.print(_validation(step, report))
-
-    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
-        """Print the table of token lengths, above the live display."""
-        self._live.console.print(lengths_table(columns))
+    @property
+    def console(self) -> Console:
+        """The live display's, which prints above it."""
+        return self._live.console
 
     def close(self) -> None:
         """Draw the last state and give the terminal back."""
@@ -178,14 +184,6 @@ class NotebookTable(FigureTable):
         super().log(step, metrics)
         if time.monotonic() - self._drawn > 1 / REFRESHES_PER_S:
             self._draw()
-
-    def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Print a validation's tables."""
-        plain_console().print(_validation(step, report))
-
-    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
-        """Print the table of token lengths."""
-        plain_console().print(lengths_table(columns))
 
     def close(self) -> None:
         """Show the last state."""

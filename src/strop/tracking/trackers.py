@@ -18,14 +18,7 @@ from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError, raised_as
 from strop.files import atomic_write_text
-from strop.tracking.base import (
-    AddressedTracker,
-    ImageTracker,
-    LengthsTracker,
-    RunInfo,
-    Tracker,
-    ValidationTracker,
-)
+from strop.tracking.base import AddressedTracker, RunInfo, Tracker
 from strop.tracking.jsonl import JsonlTracker
 from strop.tracking.lengths import ColumnLengths
 from strop.tracking.report import ValidationReport
@@ -77,26 +70,19 @@ class Tracking:
         """
         numbers = {name: _as_number(name, value) for name, value in metrics.items()}
         self._jsonl.log(step, numbers)
-        for name, tracker in list(self._others.items()):
-            self._call(name, step, partial(tracker.log, step, numbers))
+        self._each(step, "log", step, numbers)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Pass the report of a validation to the trackers that show it."""
-        for name, tracker in list(self._others.items()):
-            if isinstance(tracker, ValidationTracker):
-                self._call(name, step, partial(tracker.log_validation, step, report))
+        self._each(step, "log_validation", step, report)
 
     def log_lengths(self, step: int, columns: Sequence[ColumnLengths]) -> None:
         """Pass the token lengths of the data sets to the trackers that show them."""
-        for name, tracker in list(self._others.items()):
-            if isinstance(tracker, LengthsTracker):
-                self._call(name, step, partial(tracker.log_lengths, columns))
+        self._each(step, "log_lengths", columns)
 
     def log_image(self, step: int, image: str, path: Path) -> None:
         """Pass the PNG file ``path``, called ``image``, to the trackers that record pictures."""
-        for name, tracker in list(self._others.items()):
-            if isinstance(tracker, ImageTracker):
-                self._call(name, step, partial(tracker.log_image, step, image, path))
+        self._each(step, "log_image", step, image, path)
 
     def close(self) -> None:
         """Close every tracker; a second call has no effect."""
@@ -119,6 +105,12 @@ class Tracking:
             if kind is None:
                 raise
             _log.warning("warning: %s", failure)  # the error that ended the run takes precedence
+
+    def _each(self, step: int, method: str, *arguments: Any) -> None:
+        """Call a method of every tracker that has it; one that fails three times in a row is closed."""
+        for name, tracker in list(self._others.items()):
+            if hasattr(tracker, method):
+                self._call(name, step, partial(getattr(tracker, method), *arguments))
 
     def _call(self, name: str, step: int, call: Callable[[], None]) -> None:
         try:

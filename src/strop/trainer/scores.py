@@ -25,6 +25,16 @@ from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
 
 
+@contextlib.contextmanager
+def cancelled_on_error(scores: PendingScores | Samples) -> Generator[None]:
+    """Cancel scoring if the body raises."""
+    try:
+        yield
+    except BaseException:
+        scores.cancel()
+        raise
+
+
 class PendingScores:
     """Scores of one batch, computed in the background.
 
@@ -80,15 +90,6 @@ class PendingScores:
         """Cancel scoring; the scores will not be read."""
         self._rewards.cancel()
 
-    @contextlib.contextmanager
-    def cancelled_on_error(self) -> Generator[None]:
-        """Cancel scoring if the body raises."""
-        try:
-            yield
-        except BaseException:
-            self.cancel()
-            raise
-
 
 @dataclass
 class Samples:
@@ -101,15 +102,6 @@ class Samples:
     """Seconds by phase of this iteration; it travels with the samples, so two iterations may overlap."""
     greedy_scores: PendingScores | None = None
     """Scores of the greedy response to each prompt, for ReMax."""
-
-    @contextlib.contextmanager
-    def cancelled_on_error(self) -> Generator[None]:
-        """Cancel scoring if the body raises."""
-        try:
-            yield
-        except BaseException:
-            self.cancel()
-            raise
 
     def cancel(self) -> None:
         """Cancel scoring; the scores will not be read."""
