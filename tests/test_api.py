@@ -136,7 +136,7 @@ def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(model, tmp_pa
     assert len(run.samples) == len(samples) == 16
     assert run.model_path == run.folder / "final_model"
     assert run.model()[0].config.vocab_size == len(run.model()[1])
-    with pytest.raises(DataError, match="iteration 5"):
+    with pytest.raises(DataError, match="step 5"):
         run.samples_of(5)
 
 

@@ -140,12 +140,10 @@ def evaluate(
     with session("evaluation"):
         from strop.config.trees import PPO
         from strop.trainer import evaluation
-        from strop.trainer.commands import require_valid
 
         given = _Given(config, overrides)
         given.data(data, "val_files")
         given.reward(reward)
-        folder = Path(out) if out is not None else evaluation.free_folder(str(model))
         own = evaluation.settings(
             str(model),
             (),
@@ -154,15 +152,12 @@ def evaluate(
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             limit=limit,
-            out=folder,
+            out=out,
         )
         loaded = given.load(PPO, below=own)
-        require_valid(loaded)
-        folder = Path(loaded.trainer.default_local_dir)
-        evaluation.require_new(folder)
         with generators_kept():
-            evaluation.evaluate(loaded, folder, rows=given.rows, functions=given.functions)
-        return Evaluation(folder)
+            evaluation.evaluate(loaded, rows=given.rows, functions=given.functions)
+        return Evaluation(loaded.trainer.default_local_dir)
 
 
 class _Given:

@@ -39,18 +39,11 @@ class Run:
 
         The table of a run that generates nothing is empty. Raises ``DataError`` for a step without a file.
         """
-        from strop.errors import DataError
-        from strop.tracking.samples import step_file, steps_with_file
+        from strop.tracking.samples import find_step, step_file
 
         folder = self.folder / ("validation" if validation else "rollouts")
-        written = steps_with_file(folder)
-        if step is None and not written:
-            return _table([])
-        step = written[-1] if step is None else step
-        if step not in written:
-            found = f"those of {', '.join(map(str, written))}" if written else "none"
-            raise DataError(f"{folder}: no samples of iteration {step}; there are {found}")
-        return _samples(step_file(folder, step))
+        found = find_step(folder, step)
+        return _table([]) if found is None else _samples(step_file(folder, found))
 
     @property
     def curves(self) -> Path | None:

@@ -7,7 +7,7 @@ import logging
 import pyarrow.parquet as pq
 import pytest
 
-from strop.cli.prepare import add_arguments, prepare_from_arguments
+from strop.cli.prepare import add_arguments, run
 from strop.data.prompt_table import read_prompt_table
 from strop.errors import DataError
 from strop.prepare import prepare
@@ -106,10 +106,11 @@ def test_the_command_line_passes_the_kind_on(tmp_path):
     pair = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
     source = str(write(tmp_path / "train.jsonl", [pair]))
     arguments = ["full_hh_rlhf", "--source", source, "--out", str(tmp_path / "out")]
-    written = prepare_from_arguments(parser.parse_args([*arguments, "--split-kind", "rm"]))
-    assert {"chosen", "rejected"} <= set(pq.read_schema(written["train"].path).names)
+    run(parser.parse_args([*arguments, "--split-kind", "rm"]))
+    assert {"chosen", "rejected"} <= set(pq.read_schema(tmp_path / "out" / "train.parquet").names)
     arguments = [*arguments[:-1], str(tmp_path / "rl")]
-    written = prepare_from_arguments(parser.parse_args(arguments))
-    assert pq.read_table(written["train"].path).to_pylist()[0]["reward_model"]["style"] == "model"
+    run(parser.parse_args(arguments))
+    (row,) = pq.read_table(tmp_path / "rl" / "train.parquet").to_pylist()
+    assert row["reward_model"]["style"] == "model"
     with pytest.raises(DataError, match=naming("gsm8k", "split_kind")):
-        prepare_from_arguments(parser.parse_args(["gsm8k", *arguments[1:], "--split-kind", "rm"]))
+        run(parser.parse_args(["gsm8k", *arguments[1:], "--split-kind", "rm"]))

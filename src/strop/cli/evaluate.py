@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from strop.cli.options import log_to_console, naming_options
 from strop.config.backends import ROLLOUTS
@@ -11,8 +10,7 @@ from strop.config.load import load_config
 from strop.config.schema import Config
 from strop.errors import RewardError
 from strop.terminal import literal
-from strop.trainer.commands import require_valid
-from strop.trainer.evaluation import evaluate, require_new, settings
+from strop.trainer.evaluation import evaluate, settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
-    out = Path(config.trainer.default_local_dir)
-    require_new(out)
-    require_valid(config)
     from strop.rewards.router import UnknownSourceError
     from strop.tracking.console import plain_console
     from strop.tracking.report import report_table, shown_table
 
     try:
-        report = evaluate(config, out)
+        report = evaluate(config)
     except UnknownSourceError as error:
         raise RewardError(
             f"{error.what}. Score it with your own function, --custom-reward PATH[:NAME], or with "
@@ -94,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if report.shown:
         console.print(shown_table(report.shown, title="Samples"))
     console.print(report_table(report, title=f"Evaluation of {arguments.model}"))
-    console.print(literal(f"samples and figures in {out}"), soft_wrap=True)
+    console.print(literal(f"samples and figures in {config.trainer.default_local_dir}"), soft_wrap=True)
     return 0
 
 

@@ -14,14 +14,6 @@ from strop.terminal import print_exception
 from strop.version import __version__
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
-    from strop.cli.prepare import prepare_from_arguments
-
-    for split, (path, rows) in prepare_from_arguments(arguments).items():
-        print(f"{split}: {rows} rows in {path}")
-    return 0
-
-
 class _Command(NamedTuple):
     """A command; functions are named "module:function" and imported when the command runs."""
 
@@ -93,7 +85,7 @@ strop eval MODEL --data sums.csv --custom-reward reward.py data.prompt_key=quest
     "prepare": _Command(
         "turn a data set into parquet files",
         "strop.cli.prepare:add_arguments",
-        "strop.cli.main:_prepare",
+        "strop.cli.prepare:run",
         """\
 strop prepare gsm8k --source path/to/gsm8k --out data/gsm8k
 strop prepare full_hh_rlhf --split-kind rm --source path/to/hh --out data/hh/rm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from strop.prepare import DATASETS, Prepared, prepare
+from strop.prepare import DATASETS, prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="seed of the choice and the order (1)")
 
 
-def prepare_from_arguments(arguments: argparse.Namespace) -> dict[str, Prepared]:
-    """Prepare the data set; an option of another data set raises :class:`DataError`."""
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare the data set and return 0; ``DataError`` for an option of another data set."""
     own = ("dataset", "source", "out", "debug")
     options = {name: value for name, value in vars(arguments).items() if name not in own}
-    return prepare(arguments.dataset, arguments.source, arguments.out, **options)
+    for split, (path, rows) in prepare(arguments.dataset, arguments.source, arguments.out, **options).items():
+        print(f"{split}: {rows} rows in {path}")
+    return 0

@@ -84,31 +84,15 @@ def run(args: argparse.Namespace) -> int:
     shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
     if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
         shown.append(_validation_table(steps))
-    from strop.tracking.samples import step_file, steps_with_file  # pyarrow
+    from strop.tracking.samples import find_step, step_file  # pyarrow
 
     folder = run_dir / ("validation" if args.validation else "rollouts")
-    written = steps_with_file(folder)
-    if args.samples > 0 and (written or args.step is not None):
-        step = _choose_step(folder, written, args.step)
+    if args.samples > 0 and (step := find_step(folder, args.step)) is not None:
         wanted = _Wanted(args.prompt, args.text, args.uid)
         path = step_file(folder, step)
         shown.append(_samples_view(step, path, wanted, count=args.samples, sort=args.sort))
     Console().print(*shown, sep="\n")  # last, so that a mistake in the arguments prints its error only
     return 0
-
-
-def _choose_step(folder: Path, written: Sequence[int], wanted: int | None) -> int:
-    if wanted is None:
-        return written[-1]
-    if not written:
-        raise DataError(f"{folder}: no samples were written (trainer.log_rollouts, trainer.test_freq)")
-    if wanted not in written:
-        nearest = min(written, key=lambda step: abs(step - wanted))
-        raise DataError(
-            f"{folder}: no samples of step {wanted}; it has {len(written)} steps from {written[0]} to "
-            f"{written[-1]}, the nearest is {nearest} (trainer.rollouts_to_keep, trainer.log_rollouts_freq)"
-        )
-    return wanted
 
 
 def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:

@@ -50,6 +50,23 @@ def steps_with_file(folder: Path, suffix: str = ".parquet") -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and len(name) >= 6)
 
 
+def find_step(folder: Path, wanted: int | None = None) -> int | None:
+    """Return ``wanted``, or the last step that has a file; None if none has, and none is wanted.
+
+    Raises ``DataError`` if the wanted step has no file.
+    """
+    written = steps_with_file(folder)
+    if wanted is None or wanted in written:
+        return wanted if wanted is not None else written[-1] if written else None
+    if not written:
+        raise DataError(f"{folder}: no samples were written (trainer.log_rollouts, trainer.test_freq)")
+    nearest = min(written, key=lambda step: abs(step - wanted))
+    raise DataError(
+        f"{folder}: no samples of step {wanted}; it has {len(written)} steps from {written[0]} to "
+        f"{written[-1]}, the nearest is {nearest} (trainer.rollouts_to_keep, trainer.log_rollouts_freq)"
+    )
+
+
 @contextmanager
 def reading_samples(path: Path) -> Generator[None]:
     """Turn the errors of a missing, deleted or damaged file into ``DataError``."""

@@ -17,6 +17,7 @@ from strop.config.paths import expand, is_url
 from strop.config.schema import Config
 from strop.errors import ConfigError, TrainingError
 from strop.files import atomic_write_text
+from strop.trainer.commands import require_valid
 
 if TYPE_CHECKING:
     from strop.data.fetch import Advance
@@ -33,19 +34,24 @@ RESULTS = "results.json"
 
 def evaluate(
     config: Config,
-    out: Path,
     *,
     rows: Sequence[Rows] = (),
     functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> ValidationReport:
-    """Validate with ``config``, which has ``trainer.val_only``, and write the results to ``out``.
+    """Validate with ``config``, which has ``trainer.val_only``, and write the results to its run folder.
 
     ``rows`` in memory are read where ``data.val_files`` has their names, and ``functions`` score where the
     configuration has theirs.
 
-    The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does, and
-    ``TrainingError`` if a file cannot be written.
+    The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does,
+    ``ConfigError`` if the folder holds an evaluation, and ``TrainingError`` if a file cannot be written.
     """
+    out = Path(config.trainer.default_local_dir)
+    if (out / RESULTS).exists():
+        raise ConfigError(
+            f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
+        )
+    require_valid(config, rows)
     from strop.data.fetch import progress_bar  # torch and transformers: seconds
     from strop.tracking.samples import write_table
     from strop.trainer.build import build_trainer, report_reward
@@ -103,14 +109,6 @@ class _Progress:
             if not sys.stderr.isatty() and now - self._logged > _SECONDS_BETWEEN_LINES:
                 self._logged = now
                 logger.info("%d of %d answers", self._done, self._total)
-
-
-def require_new(out: Path) -> None:
-    """Raise ``ConfigError`` if ``out`` holds an evaluation."""
-    if (out / RESULTS).exists():
-        raise ConfigError(
-            f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
-        )
 
 
 def settings(
