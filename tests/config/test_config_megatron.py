@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from strop.config.checks import processes
+from strop.config import backends
 from strop.config.identity import decides_what_is_trained
 from strop.config.keys import all_keys
 from strop.config.load import load_config
@@ -22,7 +22,7 @@ MEGATRON = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=8", "trainer.
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
 
 
 @pytest.fixture
@@ -68,7 +68,10 @@ def test_one_key_selects_the_back_end_of_all_roles_and_so_does_the_name_of_verl(
         ([f"{ACTOR}.megatron.param_offload=True"], ["param_offload=True", "False"]),
         ([f"{ACTOR}.megatron.use_dist_checkpointing=True"], ["use_dist_checkpointing=True"]),
         ([f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], ["=2", "null"]),
-        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], ["full KL", "strategy=fsdp"]),
+        (
+            [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"],
+            ["kl_loss_type=full", f"{ACTOR}.strategy=megatron", "only fsdp"],
+        ),
         (
             ["actor_rollout_ref.model.lora_rank=8"],
             ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.strategy=megatron", "fsdp"],
@@ -108,7 +111,7 @@ def test_experts_must_divide_and_the_forecast_counts_whose_they_are(valid, insta
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, report):
-    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     assert any(mentions(line, "strop[megatron]") for line in report(*MEGATRON).errors)
 
 
@@ -117,7 +120,7 @@ def test_keys_of_the_other_back_end_have_no_effect(installed, report):
     warnings = report(*MEGATRON, *written).warnings
     assert all(any(mentions(line, "strategy=megatron", key) for line in warnings) for key in written)
     [line] = report(f"{ACTOR}.megatron.tensor_model_parallel_size=2").warnings
-    assert mentions(line, "without strategy=megatron", "tensor_model_parallel_size=2")
+    assert mentions(line, "strategy=fsdp", "only megatron", "tensor_model_parallel_size=2")
 
 
 def test_the_forecast_of_a_pool_counts_the_layout_and_the_distributed_optimizer(valid, installed, tmp_path):

@@ -11,8 +11,9 @@ from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
 from strop.config.machine import _group_limits, machine_memory
 from strop.config.memory.facts import ModelFacts, read_model_facts
-from strop.config.memory.forecast import forecast, samples_at_once, supervised_forecast
+from strop.config.memory.forecast import forecast, supervised_forecast
 from strop.config.trees import DPO, REWARD_MODELLING, SFT
+from strop.rollout.hf.kind import samples_at_once
 
 from messages import mentions
 
@@ -192,7 +193,7 @@ def on_gpus(monkeypatch):
                 "actor_rollout_ref.model.compute_dtype=bfloat16", *options,
             )
         )  # fmt: skip
-        return list(memory.vllm(config, BatchPlan.from_config(config)))
+        return list(memory.share(config, BatchPlan.from_config(config)))
 
     return lines
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from strop.config import placement
+from strop.config.backends import ENGINES
 from strop.config.checks import processes
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -133,11 +134,11 @@ def test_keys_without_effect_are_reported(overrides, parts):
 
 def test_copies_have_to_share_the_ranks_evenly():
     actor = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
-    (found,) = processes.hybrid_sharding(load_config(["trainer.n_gpus_per_node=8", f"{actor}=3"]))
+    (found,) = ENGINES["fsdp"].rules(load_config(["trainer.n_gpus_per_node=8", f"{actor}=3"]))
     assert mentions(found.text, f"{actor}=3", "8", "2", "4", "-1")
     for size in (-1, 1, 2, 4, 8, 16):
         even = load_config(["trainer.n_gpus_per_node=8", f"{actor}={size}"])
-        assert list(processes.hybrid_sharding(even)) == []
+        assert list(ENGINES["fsdp"].rules(even)) == []
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def eight_ranks(tmp_path):
     common = ("trainer.n_gpus_per_node=8", f"actor_rollout_ref.model.path={tmp_path}")
 
     def found(*overrides):
-        return [finding.text for finding in processes.shared_sequences(load_config([*common, *overrides]))]
+        return [finding.text for finding in ENGINES["fsdp"].rules(load_config([*common, *overrides]))]
 
     return found
 

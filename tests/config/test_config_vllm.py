@@ -6,20 +6,13 @@ import importlib.util
 
 import pytest
 
+from strop.config.backends import ROLLOUTS
 from strop.config.checks import learning, processes
 from strop.config.checks.keys import check_keys
 from strop.config.load import as_config, load_config, to_yaml
-from strop.config.placement import (
-    enforce_eager,
-    extra_sampling,
-    processes_per_node,
-    rollout_dtype,
-    rollout_in_words,
-    seed_per_sample,
-    settled,
-    tensor_parallel_size,
-)
+from strop.config.placement import processes_per_node, rollout_in_words, settled
 from strop.errors import ConfigError
+from strop.rollout.vllm.kind import enforce_eager, extra_sampling, seed_per_sample, tensor_parallel_size
 
 from messages import Message, mentions, naming
 
@@ -33,6 +26,14 @@ def vllm_is_installed(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else find(name, *more)
     )
+
+
+def rules(config):
+    return ROLLOUTS[config.actor_rollout_ref.rollout.name].rules(config)
+
+
+def rollout_dtype(config):
+    return ROLLOUTS[config.actor_rollout_ref.rollout.name].dtype(config)
 
 
 def refused(*options):
@@ -65,7 +66,7 @@ def test_the_tensor_parallel_size_divides_the_ranks(options, size):
     if size is None:
         with pytest.raises(ConfigError, match=naming("=3", "4 ranks")):
             tensor_parallel_size(load_config([*VLLM, *options]))
-        assert len(findings(processes.tensor_parallelism, *options)) == 1
+        assert len(findings(rules, *options)) == 1
     else:
         assert tensor_parallel_size(load_config([*VLLM, *options])) == size
 
@@ -76,14 +77,14 @@ MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=flo
 @pytest.mark.parametrize(
     ("rule", "options", "parts"),
     [
-        (processes.precision, MIXED, ["rollout_is corrects"]),
-        (processes.precision, (*MIXED, "actor_rollout_ref.actor.rollout_is=token"), None),
-        (processes.precision, (*MIXED, "actor_rollout_ref.actor.use_rollout_log_probs=True"), None),
-        (processes.precision, (), None),
+        (rules, MIXED, ["rollout_is corrects"]),
+        (rules, (*MIXED, "actor_rollout_ref.actor.rollout_is=token"), None),
+        (rules, (*MIXED, "actor_rollout_ref.actor.use_rollout_log_probs=True"), None),
+        (rules, (), None),
         (learning.sampling, (f"{ROLLOUT}.min_p=0.3", f"{ROLLOUT}.stop=[x]"), [f"{ROLLOUT}.min_p"]),
         (learning.sampling, (f"{ROLLOUT}.stop=[x]",), None),
         (
-            learning.continued_sampling,
+            rules,
             (
                 "trainer.async_steps=2",
                 f"{ROLLOUT}.stop=[x]",
@@ -92,27 +93,13 @@ MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=flo
             ),
             [f"{ROLLOUT}.bad_words and {ROLLOUT}.stop: ", "trainer.async_steps=1"],
         ),
-        (learning.continued_sampling, ("trainer.async_steps=1", f"{ROLLOUT}.stop=[x]"), None),
-        (learning.continued_sampling, ("trainer.async_steps=4", f"{ROLLOUT}.min_tokens=3"), None),
+        (rules, ("trainer.async_steps=1", f"{ROLLOUT}.stop=[x]"), None),
+        (rules, ("trainer.async_steps=4", f"{ROLLOUT}.min_tokens=3"), None),
         (
-            processes.batches,
+            rules,
             (f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=512"),
             ["256", "512"],
         ),
-        (processes.batches, (), None),
-        (processes.weights_at_start, (), None),
-        (processes.weights_at_start, (f"{ROLLOUT}.load_format=auto",), None),
-        (
-            processes.weights_at_start,
-            (f"{ROLLOUT}.load_format=megatron",),
-            ["load_format=megatron", "auto, dtensor, hf", "folder"],
-        ),
-        (
-            processes.weights_at_start,
-            (f"{ROLLOUT}.load_format=dummy_hf",),
-            ["load_format=dummy_hf", "dummy_megatron, dummy_dtensor", "without weights"],
-        ),
-        (processes.weights_at_start, (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.load_format=megatron"), None),
     ],
 )
 def test_doubtful_settings_of_vllm_are_one_finding_each(rule, options, parts):
@@ -155,7 +142,7 @@ def test_cuda_graphs_are_on_where_there_are_gpus(monkeypatch, gpus, options, eag
     ],
 )
 def test_one_seed_a_call_is_refused_beside_another_thread(options, parts):
-    assert findings(processes.seeds, *options) == ([] if parts is None else [Message(*parts)])
+    assert findings(rules, *options) == ([] if parts is None else [Message(*parts)])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +175,7 @@ def test_hf_with_a_large_model_on_a_gpu_is_told_of_vllm(monkeypatch, tmp_path, s
     told = [Message(f"{ROLLOUT}.name=hf", "GPU", "vllm", "CUDA graphs")] if is_told else []
     defaults = [f"actor_rollout_ref.model.path={tmp_path}", f"{ROLLOUT}.name=hf", "trainer.device=auto"]
     config = load_config([*defaults, *options])
-    assert [finding.text for finding in processes.eager_generation(config)] == told
+    assert [finding.text for finding in rules(config)] == told
 
 
 def test_only_what_was_set_is_passed_to_vllm():
@@ -209,10 +196,10 @@ def test_the_file_of_a_run_repeats_it():
     ("key", "value"), [("presence_penalty", "1.0"), ("min_tokens", "1"), ("min_p", "1.0"), ("stop", "[x]")]
 )
 def test_hf_refuses_what_only_vllm_samples(key, value):
-    assert Message(f"{ROLLOUT}.{key}=", "only vLLM") in refused(
+    assert Message(f"{ROLLOUT}.{key}=", f"{ROLLOUT}.name=hf", "only vllm") in refused(
         f"{ROLLOUT}.name=hf", f"{ROLLOUT}.{key}={value}"
     )
-    assert Message("only vLLM") not in refused(f"{ROLLOUT}.name=hf")
+    assert Message("only vllm") not in refused(f"{ROLLOUT}.name=hf")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +226,7 @@ def test_small_models_on_a_cpu_are_sampled_without_vllm(monkeypatch, tmp_path, g
 
 def test_without_vllm_the_error_names_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
-    assert Message(f"{ROLLOUT}.name=vllm", "vLLM") in refused(*VLLM)
+    assert findings(processes.back_ends) == [Message(f"{ROLLOUT}.name=vllm", "vllm is not installed")]
 
 
 @pytest.mark.parametrize("name", ["null", "auto"])

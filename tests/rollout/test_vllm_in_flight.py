@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strop.config.schema.policy import VLLMSampling, VLLMSamplingConfig
 from strop.errors import CheckpointError, TrainingError
 from strop.rollout.base import SamplingParams
 from strop.rollout.in_flight import Queue
+from strop.rollout.vllm.keys import Sampling, SamplingConfig
 
 from messages import Message, naming
 from ranks import Ranks
@@ -334,8 +334,8 @@ def test_options_continue_exactly_if_the_schema_says_so(rollout, policies, optio
     rollout.restore({"batches": {0: state}})
     cut = rollout.finish(0, 1).batch
     assert (cut["rollout_versions"] == 0).sum() == lengths.sum() >= 15
-    field = VLLMSamplingConfig.model_fields[next(iter(options))]
-    (marker,) = (item for item in field.metadata if isinstance(item, VLLMSampling))
+    field = SamplingConfig.model_fields[next(iter(options))]
+    (marker,) = (item for item in field.metadata if isinstance(item, Sampling))
     assert torch.equal(cut["responses"], uncut["responses"]) is marker.continues
 
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import GptOssConfig, GptOssForCausalLM, PhimoeConfig
 
-from strop.config.schema.policy import VLLMSamplingConfig
 from strop.errors import ConfigError, ModelError
 from strop.rollout.base import SamplingParams
+from strop.rollout.vllm.keys import SamplingConfig
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums
 
 from messages import mentions, naming
@@ -256,7 +256,7 @@ def test_more_of_vllms_sampling_parameters(model, tmp_path):
 
 
 def test_every_sampling_key_is_a_parameter_of_vllm():
-    assert set(VLLMSamplingConfig.model_fields) <= set(vllm.SamplingParams.__struct_fields__)
+    assert set(SamplingConfig.model_fields) <= set(vllm.SamplingParams.__struct_fields__)
 
 
 def test_heads_without_a_kernel_are_refused_before_the_engine_starts(tmp_path):

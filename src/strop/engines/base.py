@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from strop.config.backends import ENGINES, load_backend
+from strop.config.backends import ENGINES
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import ConfigError
 from strop.models.lora import LoraSettings
@@ -209,7 +209,7 @@ def engine_class(strategy: str) -> type[Engine]:
     """Import the engine of ``strategy``; ``ConfigError`` with the known names if there is none."""
     if strategy not in ENGINES:
         raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
-    return load_backend(ENGINES[strategy].engine)
+    return ENGINES[strategy].load(ENGINES[strategy].engine)
 
 
 def pick_device(name: str) -> torch.device:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from strop.config.backends import ROLLOUTS, load_backend
+from strop.config.backends import ROLLOUTS
 from strop.errors import ConfigError, DataError, TrainingError
 from strop.protocol import DataProto
 
@@ -190,7 +190,7 @@ def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
         )
     kind = ROLLOUTS[name]
     reference = kind.replica if kind.shared is None or spec.shared_model is None else kind.shared
-    return load_backend(reference).build(spec)
+    return kind.load(reference).build(spec)
 
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")

@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.machine import usable_cores
 
 MACHINE_FILE = "machine.jsonl"
-_PACKAGES = ("strop", "torch", "transformers", "vllm", "ray", "pyarrow", "numpy")
+_PACKAGES = ("strop", "torch", "transformers", "ray", "pyarrow", "numpy")
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
@@ -70,8 +71,8 @@ def _gpus() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
+    versions, kinds = {}, (*ENGINES.values(), *ROLLOUTS.values())
+    for name in (*_PACKAGES, *(kind.distribution for kind in kinds if kind.distribution)):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -56,12 +56,6 @@ from strop.workers.memory import PEAKS, keep_freed_memory, prefer_expandable_seg
 logger = logging.getLogger(__name__)
 
 
-def engine_section(strategy: str, *holders: Any) -> Any:
-    """Return the strategy's section (``EngineKind.section``) of the first of ``holders`` that has it."""
-    name = ENGINES[strategy].section
-    return next(getattr(holder, name) for holder in holders if name in type(holder).model_fields)
-
-
 class Worker(Generic[Root]):
     """One process of a role. Subclasses build their model in ``init_model`` and mark what groups may call."""
 
@@ -301,13 +295,8 @@ class RoleWorker(Worker[Config]):
 
     def strategy_section(self) -> Any:
         """Return the strategy's section of this role's model."""
-        critic, policy = self.config.critic, self.config.actor_rollout_ref
-        holders = {
-            Role.Critic: (critic, critic.model),
-            Role.RewardModel: (self.config.reward_model, self.config.reward_model.model),
-            Role.RefPolicy: (policy.ref,),
-        }
-        return engine_section(self.strategy, *holders.get(self.role, (policy.actor,)))
+        passes = {Role.Critic: "critic", Role.RewardModel: "reward_model", Role.RefPolicy: "ref"}
+        return ENGINES[self.strategy].section_of(self.config, passes.get(self.role, "actor"))
 
     def load_tokenizer(self, path: str) -> Any:
         """Load the tokenizer of a local path, a URL or a name on the hub.

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from strop.config.placement import Placement, runs_on_ray, tensor_parallel_size
+from strop.config.backends import ROLLOUTS
+from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config, RootConfig
 from strop.torch_private import set_allocator
 
@@ -29,7 +30,7 @@ _KEPT, _OWN_MAPPING = 1 << 29, 1 << 27
 class PeakMemory:
     """Largest memory of this process by phase, in GiB.
 
-    On a GPU what torch has allocated, with the tensors of a vLLM that sleeps. On a CPU the resident size
+    On a GPU what torch has allocated, with the tensors of a rollout that sleeps. On a CPU the resident size
     of the process, with everything else that lives in it: the driver of a run in one process, roles in
     other threads, and freed memory (``keep_freed_memory``). Systems other than Linux give no figures.
     """
@@ -104,19 +105,17 @@ def _peak(device: torch.device) -> float | None:
 def prefer_expandable_segments(config: RootConfig, role: str, device: torch.device) -> None:
     """Let torch grow its blocks on a GPU, so that sizes which differ in every micro-batch do not fragment it.
 
-    An allocator that the user configured stays as it is; so does that of a process in which vLLM sleeps or
-    runs on several GPUs. Its memory pool takes no expandable segments, and its all-reduce shares buffers of
-    CUDA graphs by cudaIpcGetMemHandle, which fails for them.
+    An allocator that the user configured stays as it is; so does that of a process with a rollout that works
+    with none such (``RolloutKind.forbids_growing_segments``).
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in _ALLOCATOR):
         return
     if isinstance(config, Config):
-        rollout, placed = config.actor_rollout_ref.rollout, Placement.from_config(config)
+        rollout, placed = ROLLOUTS[config.actor_rollout_ref.rollout.name], Placement.from_config(config)
         pool = placed.roles[placed.rollout_role]
         own_pool = placed.roles.get(role, pool)  # a role of the user's: unknown
         shares = own_pool == pool or not runs_on_ray(config)  # without Ray all pools are in one process
-        fixed = rollout.free_cache_engine or tensor_parallel_size(config) > 1
-        if rollout.name == "vllm" and fixed and shares:
+        if shares and rollout.forbids_growing_segments(config):
             return
     set_allocator("expandable_segments:True")
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strop.config.backends import ROLLOUTS
-from strop.config.placement import rollout_dtype
+from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_reference
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
@@ -36,7 +35,7 @@ from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingPar
 from strop.rollout.transfer.broadcast import Channel
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
-from strop.workers.base import RoleWorker, engine_section
+from strop.workers.base import RoleWorker
 from strop.workers.losses import Recorder, actor_objective
 from strop.workers.memory import phase
 
@@ -96,7 +95,7 @@ class ActorRolloutRefWorker(RoleWorker):
             self.model_options(model),
             name="actor" if trains else "ref",
             role="actor" if name == "actor" else "reference",
-            section=engine_section(self.strategy, getattr(policy, name)),
+            section=ENGINES[self.strategy].section_of(self.config, name),
             compute_dtype=model.compute_dtype,
             packed=model.use_remove_padding,
             compile=model.compile,
@@ -135,7 +134,7 @@ class ActorRolloutRefWorker(RoleWorker):
     @property
     def _rollout_dtype(self) -> torch.dtype:
         """Dtype of the rollout's copy of the weights, in which they are sent."""
-        return dtype_named(rollout_dtype(self.config), self.device)
+        return dtype_named(ROLLOUTS[self.section.rollout.name].dtype(self.config), self.device)
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("gen")

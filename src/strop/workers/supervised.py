@@ -23,6 +23,7 @@ from strop.algorithms.preference import (
     pairwise_accuracy,
 )
 from strop.algorithms.registry import call
+from strop.config.backends import ENGINES
 from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
 from strop.config.checks.supervised import Supervised
 from strop.config.keys import value_at
@@ -37,7 +38,7 @@ from strop.engines.base import Loss
 from strop.engines.micro_batches import MicroBatching
 from strop.models.scorer import REWARD_MEAN, REWARD_STD
 from strop.protocol import DataProto
-from strop.workers.base import Worker, engine_section
+from strop.workers.base import Worker
 from strop.workers.memory import phase
 
 
@@ -56,7 +57,7 @@ class SupervisedWorker(Worker[Supervised]):
             kind,
             options,
             strategy=update.strategy,
-            section=engine_section(update.strategy, update, model),
+            section=ENGINES[update.strategy].section_of(self.config, "update"),
             compute_dtype=model.compute_dtype,
             packed=model.use_remove_padding,
             compile=model.compile,

@@ -65,7 +65,7 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as problem:
         return CheckResult(errors + problem.problems, warnings, None)
-    compared = [*memory.run(config, plan), *memory.vllm(config, plan)] if not attempt.errors else []
+    compared = [*memory.run(config, plan), *memory.share(config, plan)] if not attempt.errors else []
     errors += [text for level, text in compared if level == "error"]
     warnings += [text for level, text in compared if level == "warning"]
     if plan.actor_iterations == 0:
@@ -109,6 +109,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     learning.learning_rate,
     processes.worker_group,
     processes.restarts,
+    processes.back_ends,
     inputs.data_files,
     inputs.chat_template,
     inputs.tokenizers,
@@ -127,14 +128,8 @@ RULES: tuple[Rule, ...] = (
     learning.sampling,
     learning.old_samples,
     learning.sequence_clip_range,
-    learning.continued_sampling,
     learning.validation_sampling,
     learning.kl_horizon,
-    processes.batches,
-    processes.weights_at_start,
-    processes.seeds,
-    processes.eager_generation,
-    processes.precision,
     processes.strategies,
     inputs.models,
     inputs.reward_file,
@@ -145,19 +140,16 @@ RULES: tuple[Rule, ...] = (
 )
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
-    processes.tensor_parallelism,
     processes.placement,
     processes.generation_ahead,
-    processes.hybrid_sharding,
-    processes.shared_sequences,
-    processes.megatron_layouts,
+    processes.back_end_rules,
 )
 
 SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised.model,
     supervised.memory,
     memory.supervised,
-    supervised.shards,
+    processes.back_end_rules,
     supervised.micro_batches,
     supervised.loss,
 )

@@ -30,15 +30,16 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
             given = f"{key.path}={key.required.example}"
             yield error(f"{key.path}: not set; expected {key.required.what}, for example {given}")
         applying = _applying(key, at)
-        refused = [limit for limit in applying if limit.level == "error"]
-        for limit in refused:
-            yield error(f"{key.path}={value}: {limit.reason}")
+        if not applying:
+            continue
+        if applying[0].level == "error":  # a key without effect is not refused
+            for limit in applying:
+                yield error(f"{key.path}={value}: {limit.refusal(at)}")
+            continue
         # A mapping counts as written if any key in it was.
-        is_meant = any(f"{path}.".startswith(f"{key.path}.") for path in config.meant)
-        if applying and not refused and is_meant:
-            first = applying[0]
-            reason = f" ({first.reason})" if first.reason else ""
-            idle.setdefault(f"{first.when}{reason}", []).append(f"{key.path}={value}")
+        if any(f"{path}.".startswith(f"{key.path}.") for path in config.meant):
+            when, reason = applying[0].words(key.path, at)
+            idle.setdefault(f"{when} ({reason})" if reason else when, []).append(f"{key.path}={value}")
     for why, keys in idle.items():
         yield warning(f"no effect {why}: {', '.join(keys)}")
 
@@ -86,6 +87,6 @@ def status_in_words(key: Key, *, inherited: int = 0) -> str:
     """Return the entry of a key in the last column of the reference page, less ``inherited`` markers."""
     entries = [f"required {key.required.when}".strip()] if key.required is not None else []
     for limit in key.limits[inherited:]:
-        verb = "no effect" if limit.level == "warning" else "error"
-        entries.append(f"{verb} {limit.when}" + (f": {limit.reason}" if limit.reason else ""))
+        verb, (when, reason) = "no effect" if limit.level == "warning" else "error", limit.words(key.path)
+        entries.append(f"{verb} {when}" + (f": {reason}" if reason else ""))
     return "; ".join(entries) or "honoured"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+from strop.config.backends import ROLLOUTS
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.memory.facts import read_model_facts
@@ -20,7 +21,6 @@ from strop.config.names import (
     policy_losses,
 )
 from strop.config.paths import is_function
-from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import is_off_policy, reason_updates_change_log_probs, uses_critic
 from strop.config.schema import Config, RootConfig
@@ -149,7 +149,8 @@ def sampling(config: Config) -> Iterator[Finding]:
     narrowed = [
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
-    narrowed += policy_changing_sampling(config)
+    changing = ROLLOUTS[rollout.name].policy_changing_keys(config)
+    narrowed += [f"{_ROLLOUT}.{key}" for key in changing]
     if not narrowed or not rollout.do_sample:
         return
     found = f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained"
@@ -208,16 +209,6 @@ def sequence_clip_range(config: Config) -> Iterator[Finding]:
         "leaves 1, so nothing is ever clipped; its paper has clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
         f"{also}"
     )
-
-
-def continued_sampling(config: Config) -> Iterator[Finding]:
-    """Refuse sampling that looks at the response so far, if responses are continued with newer weights."""
-    if keys := sampling_of_whole_responses(config):
-        yield error(
-            f"{' and '.join(keys)}: with trainer.async_steps={config.trainer.async_steps} a response is "
-            "continued by a new request after each update, and these look at the tokens of one request only; "
-            "leave them at their defaults, or set trainer.async_steps=1"
-        )
 
 
 def validation_sampling(config: Config) -> Iterator[Finding]:

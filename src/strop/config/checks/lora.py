@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.config.backends import ENGINES
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.learning import trained_models
 from strop.config.memory.facts import read_model_facts, trained_whole
@@ -18,19 +17,13 @@ from strop.config.schema.supervised import RewardModellingConfig
 
 
 def adapters(config: RootConfig) -> Iterator[Finding]:
-    """Require a strategy, weights and an adapter that LoRA can use."""
-    for key, model, update_key, update in trained_models(config):
+    """Require weights and an adapter that LoRA can use."""
+    for key, model, _, _ in trained_models(config):
         if not model.has_adapters:
             continue
         given = f"{key}.lora_rank={model.lora_rank}"
         if model.lora_adapter_path is not None:
             given = f"{key}.lora_adapter_path={model.lora_adapter_path}"
-        strategies = [name for name, kind in ENGINES.items() if kind.trains_adapters]
-        if update.strategy not in strategies:
-            yield error(
-                f"{given} with {update_key}.strategy={update.strategy}: this engine trains no LoRA adapters; "
-                f"set the strategy to {' or '.join(strategies)}, or lora_rank to 0"
-            )
         if importlib.util.find_spec("peft") is None:
             yield error(f"{given}: the package peft is not installed: pip install 'strop[peft]'")
         if method := _quantization(model.path):

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple, Self, TypeVar
 
 from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
-from strop.config.checks import inputs, learning, processes
+from strop.config.checks import inputs, learning
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import longest_row, value_at
 from strop.config.names import preference_losses
-from strop.config.placement import process_count
 from strop.config.schema.supervised import PairConfig, PreferenceConfig, SupervisedConfig
 
 _FEW_STEPS, _ENOUGH_STEPS = 10, 30
@@ -68,11 +67,6 @@ def memory(config: SupervisedConfig) -> Iterator[Finding]:
     rows = config.data.train_batch_size * sequences_of_a_row(config)
     keys = f"data.train_batch_size={config.data.train_batch_size}"
     yield from inputs.columns_in_memory(config, rows, keys)
-
-
-def shards(config: SupervisedConfig) -> Iterator[Finding]:
-    """Require ranks that divide into groups of `fsdp_size`."""
-    yield from processes.sharded_groups("model.fsdp_config", config.model.fsdp_config, process_count(config))
 
 
 def micro_batches(config: SupervisedConfig) -> Iterator[Finding]:

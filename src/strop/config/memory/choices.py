@@ -18,23 +18,18 @@ from strop.config.batch_plan import (
     SUPERVISED_MICRO_BATCH,
     BatchPlan,
     MicroBatchKeys,
+    engine_of,
     longest_row_of,
     sequence_parallel_size,
     sequences_of_a_row,
-    strategy_of,
 )
 from strop.config.derived import recorded_run
 from strop.config.identity import value_in
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import memory_for
 from strop.config.memory.facts import read_model_facts
-from strop.config.memory.forecast import (
-    cast_weights,
-    forecast,
-    supervised_forecast,
-    tokens_in,
-    whole_gradients,
-)
+from strop.config.memory.forecast import forecast, supervised_forecast
+from strop.config.memory.shapes import cast_weights, tokens_in, whole_gradients
 from strop.config.paths import expand
 from strop.config.placement import Placement, pools_of, process_count, uses_gpu
 from strop.config.schema import Config, RootConfig
@@ -64,7 +59,8 @@ def choices(config: RootConfig) -> tuple[dict[str, Any], dict[str, str]]:
       a GPU ``MOST_ON_A_GPU``), so that machines of about equal size choose the same; in any case the longest
       row. It is eight rows, within the same limits, for a model of unknown size (on the hub, not downloaded)
       and on GPUs of unknown size (``trainer.device=cuda`` on a cluster's node that has none).
-    - ``use_no_sync_for_gradient_accumulation`` of several ranks: True if whole gradients fit into a quarter;
+    - ``EngineKind.accumulation``, whether several ranks keep whole gradients until a step: True if these fit
+      into a quarter;
       False if either size is unknown.
     """
     before, values, chosen = _earlier_run(config), dict[str, Any](), list[tuple[_Pass, str]]()
@@ -101,7 +97,7 @@ class _Pass:
     trains: bool = True
     has_logits: bool = True
     sync: str | None = None
-    """Key of ``use_no_sync_for_gradient_accumulation``; None for a pass that does not train."""
+    """Key that says whether whole gradients are kept; None for a pass that does not train."""
     reduces: bool = False
     """Several ranks reduce its gradients."""
     alone: bool = True
@@ -150,8 +146,10 @@ class _Pass:
         return max(min(tokens, self.most), self.longest)
 
 
-_SYNC = "use_no_sync_for_gradient_accumulation"
-_SHARDED = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
+def _sync_key(config: RootConfig, name: str) -> str | None:
+    """Return the key of the engine of a pass that says whether whole gradients are kept, if it has one."""
+    engine = engine_of(config, name)
+    return f"{engine.key_of(name)}.{engine.accumulation}" if engine.accumulation else None
 
 
 def _passes(config: RootConfig) -> Iterator[_Pass]:
@@ -164,7 +162,7 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
             longest,
             most,
             has_logits=not isinstance(config, RewardModellingConfig),
-            sync=f"model.fsdp_config.{_SYNC}",
+            sync=_sync_key(config, "update"),
             reduces=process_count(config) > 1,
             alone=process_count(config) == 1,
         )
@@ -182,10 +180,10 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
                 -(-longest_row_of(config, name)[0] // sharing),
                 most,
                 pool=placement.pool_of_pass(name),
-                trains=name in _SHARDED,
+                trains=name in ("actor", "critic"),
                 has_logits=name not in models,
-                sync=f"{_SHARDED[name]}.{_SYNC}" if name in _SHARDED else None,
-                reduces=ranks > 1 and strategy_of(config, name) != "megatron",
+                sync=_sync_key(config, name) if name in ("actor", "critic") else None,
+                reduces=ranks > 1,
                 alone=ranks == 1,
             )
 

@@ -1,6 +1,7 @@
 """Building blocks of the schemas: the base class, markers on fields, number types, shared sections.
 
-A section has no defaults: the YAML files are their only source, so the two cannot drift apart.
+A section has no defaults: the YAML files are their only source, so the two cannot drift apart. Keys of a
+back-end may have theirs in its module ``keys`` instead (``Tree.defaults``).
 
 A key that has an effect only sometimes says so on its field: ``Annotated[type, no_effect(...)]``, with the
 condition and the reason. ``config.checks.keys`` reports such keys where somebody wrote them; docs/config.md
@@ -10,13 +11,22 @@ lists them. A marker on a field that holds a section covers every key below it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from strop.config.backends import ENGINES
+from strop.config.backends import ABILITIES, ENGINES, ROLLOUTS, EngineKind
 
 
 class Expected(str):
@@ -52,6 +62,14 @@ class Limit:
     reason: str
     """Empty where the condition says it all."""
     level: Literal["warning", "error"]
+
+    def words(self, path: str, at: At | None = None) -> tuple[str, str]:
+        """Return condition and reason for the key ``path``, in a run or (None) for the reference page."""
+        return self.when, self.reason
+
+    def refusal(self, at: At) -> str:
+        """Return why the key's value is refused."""
+        return self.reason
 
 
 def no_effect(when: str, applies: Callable[[At], bool], reason: str = "") -> Limit:
@@ -245,10 +263,86 @@ LossAggregation = Literal[
 ]
 
 
-def strategy_at(at: At) -> str:
-    """Return the strategy of the model of this key: critic and policy have one each."""
-    owner = at.config.critic if at.path.startswith("critic.") else at.config.actor_rollout_ref.actor
-    return owner.strategy
+@dataclass(frozen=True)
+class Needs(Limit):
+    """Marker on a field that some back-ends only honour: what they must offer (``Kind.offers``)."""
+
+    ability: str | None = None
+    """Ability of the engine of the key's model; None: the rollout must honour the key."""
+
+    def words(self, path: str, at: At | None = None) -> tuple[str, str]:
+        """Name the back-ends that do not offer it, or that of the run, and those that do."""
+        key, table = ("rollout.name", ROLLOUTS) if self.ability is None else ("strategy", ENGINES)
+        able = [name for name, kind in table.items() if (self.ability or last_word(path)) in kind.offers]
+        found = " or ".join(name for name in table if name not in able)
+        if at is not None:
+            key = "actor_rollout_ref.rollout.name" if self.ability is None else at.config.strategy_key(path)
+            found = attrgetter(key)(at.config)
+        what = "honours it" if self.ability is None else ABILITIES.get(self.ability, "reads it")
+        return f"{self.when} with {key}={found}".lstrip(), f"only {' and '.join(able)} {what}"
+
+    def refusal(self, at: At) -> str:
+        """See ``Limit.refusal``."""
+        return "; ".join(replace(self, when="not").words(at.path, at))
+
+
+def last_word(path: str) -> str:
+    """Return the name of a key without its sections."""
+    return path.rpartition(".")[2]
+
+
+def engine_at(at: At) -> EngineKind:
+    """Return the kind of the engine of this key's model."""
+    return ENGINES[at.config.strategy_of(at.path)]
+
+
+def needs(
+    ability: str,
+    in_use: Callable[[At], bool] = lambda at: True,
+    *,
+    when: str = "",
+    level: Literal["warning", "error"] = "error",
+) -> Needs:
+    """Mark a key that, where ``in_use``, needs an engine that offers ``ability``."""
+    return Needs(
+        when, lambda at: bool(in_use(at)) and ability not in engine_at(at).offers, "", level, ability
+    )
+
+
+def honoured_where(in_use: Callable[[At], bool] = lambda at: True) -> Needs:
+    """Mark a key of ``actor_rollout_ref.rollout`` that some rollouts only honour, where it is ``in_use``."""
+    return Needs("", lambda at: bool(in_use(at)) and not rollout_honours(at), "", "warning")
+
+
+def rollout_honours(at: At) -> bool:
+    """Return True if the chosen rollout honours the key."""
+    return last_word(at.path) in ROLLOUTS[at.config.actor_rollout_ref.rollout.name].offers
+
+
+S = TypeVar("S", bound=Section)
+
+
+def engine_sections(place: str) -> Callable[[type[S]], type[S]]:
+    """Return a decorator that adds the engines' sections of ``place`` to the class of that section."""
+    fields: dict[str, Any] = {
+        module.SECTION: (Annotated[module.SECTIONS[place], needs(module.SECTION, level="warning")], ...)
+        for module in ENGINES.keys_modules()
+        if place in module.SECTIONS
+    }
+    return lambda owner: create_model(
+        owner.__name__, __base__=owner, __module__=owner.__module__, __doc__=owner.__doc__, **fields
+    )
+
+
+def rollout_keys(owner: type[S]) -> type[S]:
+    """Add the keys of all rollouts to the class of their section."""
+    own = [section for module in ROLLOUTS.keys_modules() for section in module.SECTIONS]
+    return create_model(
+        owner.__name__,
+        __base__=(owner, *dict.fromkeys(own)),
+        __module__=owner.__module__,
+        __doc__=owner.__doc__,
+    )
 
 
 SharedSequences = Annotated[
@@ -258,11 +352,7 @@ SharedSequences = Annotated[
         lambda at: at.value > 1 and at.one_rank,
         "one process shares no sequence; the numbers are the same",
     ),
-    no_effect(
-        "with strategy=megatron",
-        lambda at: at.value > 1 and strategy_at(at) == "megatron",
-        "ranks share tokens by megatron.sequence_parallel",
-    ),
+    needs("shared_sequences", lambda at: at.value > 1, level="warning"),
 ]
 
 
@@ -348,71 +438,6 @@ class PpoUpdateConfig(Section, resumes=MAY_CHANGE):
     """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
 
 
-_UNSHARDED = no_effect(
-    "with one process for each role",
-    lambda at: at.value not in (-1, 0, 1) and at.one_rank,
-    "one process holds the whole model",
-)
-
-UnitSize = Annotated[Integer, Field(ge=0, le=LARGEST_SIZE), _UNSHARDED]
-
 Offload = Annotated[
     bool, no_effect("without a GPU", lambda at: at.value and at.on_cpu, "models are in CPU memory anyway")
 ]
-
-
-class WrapPolicyConfig(Section):
-    """Modules that are sharded as one unit."""
-
-    transformer_layer_cls_to_wrap: Annotated[str | list[str] | None, _UNSHARDED]
-    """Layer classes to shard as units; null: the model's own decoder layers."""
-    min_num_params: UnitSize
-    """Shard modules of at least this many parameters as units; 0: by decoder layer."""
-
-
-Reshard = Annotated[
-    bool,
-    no_effect(
-        "with one process for each role",
-        lambda at: not at.value and at.one_rank,
-        "one process holds the whole model",
-    ),
-]
-
-
-class FrozenFsdpConfig(Section):
-    """Sharding of a model that is only evaluated."""
-
-    wrap_policy: WrapPolicyConfig
-    reshard_after_forward: Reshard
-    """Free gathered parameters after a layer's forward pass; False: keep them for the backward pass."""
-    param_offload: Offload
-    """Keep the parameters in CPU memory while they are not used."""
-
-
-class FsdpConfig(FrozenFsdpConfig):
-    """Sharding of a model that is trained."""
-
-    grad_offload: Annotated[
-        bool,
-        no_effect(
-            "in any run",
-            lambda at: at.value,
-            # The optimizer step sets the gradients to None, so there are none between phases.
-            "gradients live only from an update's backward passes to its step",
-        ),
-    ]
-    """Keep the gradients in CPU memory while they are not used."""
-    optimizer_offload: Offload
-    """Keep the optimizer state in CPU memory; in a step it passes through the GPU, 0.5 GiB at a time."""
-    fsdp_size: Annotated[PositiveOrAll, _UNSHARDED]
-    """Ranks that share one copy of the parameters; -1: all."""
-    use_no_sync_for_gradient_accumulation: Annotated[
-        bool | None,
-        no_effect(
-            "with one process for each role",
-            lambda at: at.value and at.one_rank,
-            "there is nothing to reduce",
-        ),
-    ]
-    """Keep whole gradients and reduce them once a step, not in every micro-batch; null: if they fit."""

@@ -9,15 +9,14 @@ from strop.config.schema.base import (
     FILES,
     SAME_MODEL,
     At,
-    FsdpConfig,
     PositiveFloat,
     PositiveInt,
     PpoUpdateConfig,
     by_rows,
     by_tokens,
+    engine_sections,
     no_effect,
 )
-from strop.config.schema.megatron import FOR_FSDP, FOR_MEGATRON, MegatronConfig
 from strop.config.schema.model import ModelConfig
 
 # The reward model's keys of the same names follow these, unless they are set themselves.
@@ -37,6 +36,7 @@ def _no_critic(at: At) -> bool:
 NO_CRITIC = no_effect("without a critic", _no_critic, "algorithm.adv_estimator needs no values")
 
 
+@engine_sections("critic.model")
 class CriticModelConfig(ModelConfig):
     """The model under the value head."""
 
@@ -44,14 +44,13 @@ class CriticModelConfig(ModelConfig):
     """Hugging Face model whose body the critic starts from."""
     tokenizer_path: str
     """Tokenizer that is saved next to the critic's checkpoint."""
-    fsdp_config: Annotated[FsdpConfig, FOR_FSDP]
 
 
+@engine_sections("critic")
 class CriticConfig(PpoUpdateConfig):
     """The value model and its update."""
 
     model: CriticModelConfig
-    megatron: Annotated[MegatronConfig, FOR_MEGATRON]
     forward_micro_batch_size: PositiveInt | None
     """Deprecated: forward_micro_batch_size_per_gpu times the number of ranks."""
     forward_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]

@@ -8,7 +8,6 @@ from strop.config.schema.base import (
     FILES,
     MAY_CHANGE,
     SAME_MODEL,
-    At,
     AttentionName,
     ComputeDtype,
     Count,
@@ -20,9 +19,9 @@ from strop.config.schema.base import (
     Required,
     Section,
     Text,
+    needs,
     no_effect,
     refused,
-    strategy_at,
 )
 
 
@@ -40,10 +39,6 @@ def _of_new_adapters(neutral: Any) -> Limit:
         lambda at: at.value != neutral and at.section.lora_adapter_path is not None,
         "the adapter in that folder decides",
     )
-
-
-def _is_megatron(at: At) -> bool:
-    return "critic" in type(at.config).model_fields and strategy_at(at) == "megatron"
 
 
 ModuleNames = Annotated[Text | list[Text], Expected("string or list of strings")]
@@ -71,11 +66,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
             lambda at: at.value == "selective" and at.section.compile is True,
             "operators inside a compiled layer cannot be kept one by one; set one of the two to False",
         ),
-        refused(
-            "if selective with strategy=megatron",
-            lambda at: at.value == "selective" and _is_megatron(at),
-            "it recomputes whole layers; set it to True",
-        ),
+        needs("selective", lambda at: at.value == "selective", when="if selective"),
     ]
     """Recompute activations in the backward pass; selective: all but matrix products and attention."""
     use_remove_padding: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
@@ -101,11 +92,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
     compile: Annotated[
         Literal["auto"] | bool,
         Expected("auto, True or False"),
-        no_effect(
-            "with strategy=megatron",
-            lambda at: at.value is True and _is_megatron(at),
-            "its layers are its own",
-        ),
+        needs("layers_of_transformers", lambda at: at.value is True, level="warning"),
     ]
     """Compile the decoder layers for log-probs and updates (docs/speed.md); auto: on a GPU."""
     use_liger: Annotated[
@@ -113,7 +100,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
         no_effect("in any run", lambda at: at.value, "models compute with their own modules"),
     ]
     """A key of verl: the modules of the package liger_kernel."""
-    lora_rank: Annotated[Count, SAME_MODEL]
+    lora_rank: Annotated[Count, SAME_MODEL, needs("adapters", lambda at: at.value > 0, when="above 0")]
     """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
     lora_alpha: Annotated[PositiveFloat, SAME_MODEL, _no_lora(16), _of_new_adapters(16)]
     """Adapters are scaled by lora_alpha / lora_rank."""
@@ -123,7 +110,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
     """Layers without adapters: a list of names' ends, or a regular expression of names."""
     modules_to_save: Annotated[Names, SAME_MODEL, _no_lora([]), _of_new_adapters([])]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
-    lora_adapter_path: Annotated[Text | None, SAME_MODEL, FILES]
+    lora_adapter_path: Annotated[Text | None, SAME_MODEL, FILES, needs("adapters")]
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: Annotated[bool, _no_lora(False)]
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""

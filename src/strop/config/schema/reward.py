@@ -12,20 +12,17 @@ from strop.config.schema.base import (
     Fraction,
     Modules,
     Number,
-    Offload,
     PositiveInt,
     Processes,
     Required,
-    Reshard,
     Seconds,
     Section,
     SharedSequences,
-    UnitSize,
     by_rows,
     by_tokens,
+    engine_sections,
     no_effect,
 )
-from strop.config.schema.megatron import FOR_FSDP, FOR_MEGATRON, MegatronConfig
 
 _NO_MODEL = no_effect("with reward_model.enable=False", lambda at: not at.config.reward_model.enable)
 
@@ -34,17 +31,7 @@ _NO_PENALTY = no_effect(
 )
 
 
-class RewardFsdpConfig(Section):
-    """Sharding of the reward model."""
-
-    min_num_params: UnitSize
-    """Shard modules of at least this many parameters as units; 0: by decoder layer."""
-    param_offload: Offload
-    """Keep the parameters in CPU memory while they are not used."""
-    reshard_after_forward: Reshard
-    """Free gathered parameters after a layer's forward pass; False: when all micro-batches are done."""
-
-
+@engine_sections("reward_model.model")
 class RewardModelModelConfig(Section, resumes=SAME):
     """The sequence classifier that scores responses."""
 
@@ -65,16 +52,15 @@ class RewardModelModelConfig(Section, resumes=SAME):
     """Package, or list of packages, to import first."""
     trust_remote_code: Annotated[bool, MAY_CHANGE]
     """Run Python code that comes with the model."""
-    fsdp_config: Annotated[RewardFsdpConfig, FOR_FSDP]
 
 
+@engine_sections("reward_model")
 class RewardModelConfig(Section, resumes=SAME):
     """The reward model (only with enable), and the reward manager (always)."""
 
     enable: bool
     """Score with a model as well; False: with functions only."""
     model: Annotated[RewardModelModelConfig, _NO_MODEL]
-    megatron: Annotated[MegatronConfig, _NO_MODEL, FOR_MEGATRON]
     micro_batch_size: Annotated[PositiveInt | None, MAY_CHANGE, _NO_MODEL]
     """Deprecated: micro_batch_size_per_gpu times the number of ranks."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, MAY_CHANGE, _NO_MODEL, by_rows()]

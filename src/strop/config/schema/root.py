@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
@@ -20,6 +21,7 @@ from strop.config.schema.base import (
     PositiveInt,
     Section,
     Text,
+    needs,
     no_effect,
 )
 from strop.config.schema.critic import NO_CRITIC, CriticConfig
@@ -103,6 +105,9 @@ class AlgorithmConfig(Section, resumes=MAY_CHANGE):
     kl_penalty: Annotated[
         KlKind,
         no_effect("without a KL term", lambda at: not has_kl_term(at.config), "no reference model is loaded"),
+        needs(
+            "whole_logits", lambda at: at.value == "full" and not at.config.trainer.val_only, when="if full"
+        ),
     ]
     """Estimator of the KL between policy and reference in the reward and in metrics."""
     kl_ctrl: KlControlConfig
@@ -147,6 +152,14 @@ class RootConfig(Section):
         """Record the authors of values that are no defaults."""
         self._authors = dict(authors)
 
+    def strategy_key(self, path: str) -> str:
+        """Return the key of the strategy of the model that the key ``path`` belongs to."""
+        raise NotImplementedError
+
+    def strategy_of(self, path: str) -> str:
+        """Return the strategy of the model that the key ``path`` belongs to."""
+        return attrgetter(self.strategy_key(path))(self)
+
     def note_written(self, paths: Iterable[str], *, meant: Iterable[str], notes: Iterable[str] = ()) -> None:
         """Record which keys the user wrote: an unwritten default is not worth a warning."""
         self._written, self._meant, self._notes = frozenset(paths), frozenset(meant), tuple(notes)
@@ -168,3 +181,7 @@ class Config(RootConfig):
     custom_reward_function: CustomRewardFunctionConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
+
+    def strategy_key(self, path: str) -> str:
+        """See ``RootConfig.strategy_key``; reference and reward model have that of the actor."""
+        return "critic.strategy" if path.startswith("critic.") else "actor_rollout_ref.actor.strategy"

@@ -9,7 +9,6 @@ from pydantic import Field
 from strop.config.names import preference_losses
 from strop.config.schema.base import (
     MAY_CHANGE,
-    FsdpConfig,
     Limit,
     NonNegativeFloat,
     Number,
@@ -21,8 +20,9 @@ from strop.config.schema.base import (
     Text,
     by_rows,
     by_tokens,
+    engine_sections,
+    needs,
     no_effect,
-    refused,
 )
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.model import ModelConfig
@@ -55,24 +55,15 @@ class PairDataConfig(AnsweredDataConfig):
     """Column that holds the other answer, a string."""
 
 
+@engine_sections("model")
 class TrainedModelConfig(ModelConfig):
     """The model that is trained."""
-
-    fsdp_config: FsdpConfig
 
 
 class UpdateConfig(Section, resumes=MAY_CHANGE):
     """The update: one optimizer step per iteration."""
 
-    strategy: Annotated[
-        Strategy,
-        refused(
-            "if megatron",
-            lambda at: at.value == "megatron",
-            "strop sft, strop train-rm and strop dpo have no layout over ranks but fsdp_config; set it to "
-            "fsdp",
-        ),
-    ]
+    strategy: Annotated[Strategy, needs("supervised")]
     """Training back-end."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Rows in one pass, per rank; memory only: it never changes a number."""
@@ -125,6 +116,10 @@ class SupervisedConfig(RootConfig):
     model: TrainedModelConfig
     update: UpdateConfig
     trainer: RunConfig
+
+    def strategy_key(self, path: str) -> str:
+        """See ``RootConfig.strategy_key``."""
+        return "update.strategy"
 
 
 class SftConfig(SupervisedConfig):

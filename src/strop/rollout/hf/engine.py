@@ -205,7 +205,7 @@ def _parts(rows: Sequence[_Row], awaited: int, size: int) -> Iterator[tuple[Sequ
 
 def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
     """Return the options of ``HFRollout`` that a worker's description of it decides."""
-    from strop.config.memory.forecast import samples_at_once  # needs pydantic, which the engine does not
+    from strop.rollout.hf.kind import samples_at_once  # needs pydantic, which the engine does not
 
     return {
         "pad_token_id": spec.tokenizer.pad_token_id,

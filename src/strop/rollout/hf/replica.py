@@ -51,11 +51,11 @@ class HFReplica:
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFReplica:
         """See ``RolloutEngine.build``."""
-        from strop.config.placement import rollout_dtype  # needs pydantic, which the replica does not
+        from strop.rollout.hf.kind import KIND  # needs pydantic, which the replica does not
 
         model, source = defer_causal_lm(**spec.model)
         weights = source.stream() if spec.weights is None else spec.weights
-        dtype = dtype_named(rollout_dtype(spec.config), spec.device)
+        dtype = dtype_named(KIND.dtype(spec.config), spec.device)
         return cls(model, weights, device=spec.device, dtype=dtype, **rollout_options(spec, model))
 
     def generate(

