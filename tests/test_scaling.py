@@ -62,13 +62,13 @@ def near(found: float, expected: float, limit: float = 0.03) -> bool:
     return abs(found / expected - 1) < limit
 
 
-def test_fsdp_sends_what_the_page_says(ranks, folder):
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_fsdp_sends_what_the_page_says(ranks, folder, world):
     path, model = folder("Qwen2"), scaling.Model("Qwen2", **SHAPE)
-    for world in (2, 4):
-        found = ranks.run(world, scaling_jobs.sent, path, None, ROWS, WIDTH)[0]
-        assert near(sum(found["pass"].values()), scaling.fsdp_pass(model, world))
-        assert near(sum(found["update"].values()), scaling.fsdp_update(model, world))
-        assert near(sum(found["weights"].values()), scaling.gathered_weights(model, world))
+    found = ranks.run(world, scaling_jobs.sent, path, None, ROWS, WIDTH)[0]
+    assert near(sum(found["pass"].values()), scaling.fsdp_pass(model, world))
+    assert near(sum(found["update"].values()), scaling.fsdp_update(model, world))
+    assert near(sum(found["weights"].values()), scaling.gathered_weights(model, world))
 
 
 @pytest.mark.parametrize("plan", scaling.PLANS[:2], ids=lambda plan: plan.title)

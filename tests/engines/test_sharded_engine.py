@@ -73,7 +73,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("layout", "role"),
-    [*((layout, "actor") for layout in LAYOUTS), ("4", "critic"), ("2x2", "critic"), ("by size", "critic")],
+    [
+        *((layout, "actor") for layout in LAYOUTS if layout not in ("2", "4")),
+        *(pytest.param(layout, "actor", marks=pytest.mark.slow) for layout in ("2", "4")),
+        *(pytest.param(layout, "critic", marks=pytest.mark.slow) for layout in ("4", "2x2")),
+        ("by size", "critic"),
+    ],
 )
 def test_updates_are_those_of_one_process(folder, ranks, alone, role, layout):
     world_size, micro, options = LAYOUTS[layout]
@@ -84,8 +89,15 @@ def test_updates_are_those_of_one_process(folder, ranks, alone, role, layout):
         assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("fsdp_size", "collective"), [(-1, "reduce_scatter_single"), (1, "all_reduce")])
+@pytest.mark.parametrize(
+    ("fsdp_size", "collective", "options"),
+    [
+        pytest.param(-1, "reduce_scatter_single", {}, marks=pytest.mark.slow),
+        (-1, "reduce_scatter_single", {"compute_dtype": "bfloat16"}),
+        (1, "all_reduce", {}),
+        pytest.param(1, "all_reduce", {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_reduced_once_a_step_give_the_same_weights(folder, ranks, options, fsdp_size, collective):
     micro = MicroBatching(rows=2)  # four micro-batches
 
@@ -136,8 +148,8 @@ def test_the_gradient_is_the_sum_over_the_ranks_and_the_same_norm_everywhere(fol
     ("role", "mode"),
     [
         ("actor", "token-mean"),
-        ("critic", "seq-mean-token-sum"),
-        ("actor", "seq-mean-token-mean"),
+        pytest.param("critic", "seq-mean-token-sum", marks=pytest.mark.slow),
+        pytest.param("actor", "seq-mean-token-mean", marks=pytest.mark.slow),
         ("critic", "seq-mean-token-sum-norm"),
     ],
 )

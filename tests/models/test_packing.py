@@ -192,6 +192,9 @@ def test_compiled_layers_serve_rows_of_other_lengths_without_more_graphs():
     assert graphs[0] > 0
 
 
+FLEX_EDGES = ("a row alone", "one in eight", "shared prompts")
+
+
 @pytest.fixture
 def flex_on_a_cpu(monkeypatch):
     """Let torch compute FlexAttention's gradient on a CPU: it has one, from all scores, and refuses it."""
@@ -201,7 +204,13 @@ def flex_on_a_cpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("flex_on_a_cpu")
-@pytest.mark.parametrize("groups", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(groups, id=name, marks=[] if name in FLEX_EDGES else [pytest.mark.slow])
+        for name, groups in EDGES.items()
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("role", families.ROLES)
 def test_flex_attention_gives_what_eager_attention_gives_padded(role, family, groups):

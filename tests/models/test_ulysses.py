@@ -49,7 +49,12 @@ def ranks():
         yield processes
 
 
-@pytest.mark.parametrize("model", MODELS)
+NEIGHBOURS = ("Qwen2, 1 kv head", "Llama, 2 kv heads")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] if m in NEIGHBOURS else []) for m in MODELS]
+)
 def test_gradients_in_every_family(ranks, folders, model):
     """Every layout with one family: test_layouts.py."""
     layouts = {
@@ -85,7 +90,10 @@ def scorer(folders, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("2 ranks", marks=pytest.mark.slow), "4 ranks in pairs", "every role in its own way"],
+)
 def test_outputs_come_back_once_in_the_order_of_the_rows(ranks, folders, scorer, layout):
     """Log-probs, entropies, hidden states, the full KL, values and scores, as the controller joins them."""
     lengths = [(4, 3), (2, 6), (7, 1), (1, 5), (3, 2), (1, 1), (5, 5)]
