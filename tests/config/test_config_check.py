@@ -220,21 +220,20 @@ def test_the_steps_of_a_supervised_run_count_the_last_smaller_batch():
         ([f"{ROLLOUT}.top_k=5", "trainer.async_steps=1", "trainer.val_only=True"], [f"{ROLLOUT}.top_k"]),
         (
             [*ahead(1)],
-            ["trainer.async_steps=1", "1 iteration old", "before the update", *CORRECTIONS],
+            ["trainer.async_steps=1", "1 iteration old", *CORRECTIONS],
         ),
         (
             [*ahead(3), f"{ACTOR}.ppo_mini_batch_size=1024"],
-            ["trainer.async_steps=3", "3 iterations old", "every ratio is 1", *CORRECTIONS],
+            ["trainer.async_steps=3", "3 iterations old", *CORRECTIONS],
         ),
         (
             [f"{ACTOR}.policy_loss=gspo"],
             [
                 f"{ACTOR}.policy_loss=gspo",
-                "clip_ratio=0.2",
+                "clip_ratio_low=0.2 and clip_ratio_high=0.2",
                 "3e-4",
                 "4e-4",
                 "seq-mean-token-mean",
-                "token-mean",
             ],
         ),
         (

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import xxhash
-import yaml
 
 from strop.checkpoint.folder import TRAINER, verify
 from strop.checkpoint.store import reading_state_of
@@ -90,7 +89,7 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
         logger.info("resuming from %s", checkpoint)
         return
     now = record_of(config)
-    if before["kind"] not in (None, now["kind"]):
+    if before["kind"] != now["kind"]:
         where = (
             f"trainer.default_local_dir={config.trainer.default_local_dir}"
             if goes_on
@@ -124,18 +123,11 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the record of a checkpoint; of one without a record, the configuration beside it."""
+    """Return the record of a checkpoint; None if it has none."""
     own = {name: entry for name, entry in verify(checkpoint).items() if name == TRAINER}
     require_unchanged(str(checkpoint), checkpoint, own)
     with reading_state_of(checkpoint):
-        state = torch.load(checkpoint / TRAINER, weights_only=True)
-    if RECORD in state:
-        return state[RECORD]
-    try:
-        config = yaml.safe_load((checkpoint.parent / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return {"kind": None, "config": config, "files": {}} if isinstance(config, Mapping) else None
+        return torch.load(checkpoint / TRAINER, weights_only=True).get(RECORD)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[RootConfig]) -> list[Change]:

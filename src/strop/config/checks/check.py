@@ -135,7 +135,6 @@ RULES: tuple[Rule, ...] = (
     inputs.reward_file,
     inputs.memory,
     inputs.context_windows,
-    lora.reference,
     deprecated,
 )
 

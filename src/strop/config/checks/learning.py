@@ -22,7 +22,7 @@ from strop.config.names import (
 )
 from strop.config.paths import is_function
 from strop.config.reward_parts import SCORERS, read_parts
-from strop.config.roles import is_off_policy, reason_updates_change_log_probs, uses_critic
+from strop.config.roles import is_off_policy, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.errors import ConfigError, did_you_mean
@@ -104,11 +104,10 @@ def mini_batches(config: Config) -> Iterator[Finding]:
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     for key, size in sizes.items():
         if size < prompts and prompts % size and not config.trainer.val_only:
-            whole, rest = divmod(prompts, size)
             yield warning(
-                f"{key}={size} does not divide data.train_batch_size={prompts}: the last of {whole + 1} "
-                f"mini-batches has {rest} prompts, and its optimizer step is as long as that of {size} "
-                f"({nearest_in_words(size, divisors(prompts))})"
+                f"{key}={size} does not divide data.train_batch_size={prompts}: the last of "
+                f"{-(-prompts // size)} mini-batches has {prompts % size} prompts, and an optimizer step as "
+                f"long as the others ({nearest_in_words(size, divisors(prompts))})"
             )
 
 
@@ -172,43 +171,31 @@ def sampling(config: Config) -> Iterator[Finding]:
 
 def old_samples(config: Config) -> Iterator[Finding]:
     """Warn if samples of an older policy are learned from as if they were of the one before the update."""
-    actor, steps = config.actor_rollout_ref.actor, config.trainer.async_steps
-    given, age = f"trainer.async_steps={steps}: samples are", steps
-    if config.algorithm.filter_groups.enable:
-        given, age = f"algorithm.filter_groups with {given.replace(': samples', ': some samples')}", steps + 1
-    if not is_off_policy(config) or config.trainer.val_only:
+    actor, filters = config.actor_rollout_ref.actor, config.algorithm.filter_groups.enable
+    corrected = actor.rollout_is is not None or actor.use_rollout_log_probs
+    if not is_off_policy(config) or corrected or config.trainer.val_only:
         return
-    if actor.rollout_is is not None or actor.use_rollout_log_probs:
-        return
-    ratio = "the ratio is against the policy before the update, not against the one that sampled"
-    if reason_updates_change_log_probs(config) is None:
-        ratio = "with one optimizer step an iteration every ratio is 1"
+    steps, age = config.trainer.async_steps, config.trainer.async_steps + filters
+    given = f"trainer.async_steps={steps}" + (" with algorithm.filter_groups.enable=True" if filters else "")
     yield warning(
-        f"{given} of a policy that is up to {age} iteration{'s' if age > 1 else ''} old, and nothing "
-        f"corrects for it: {ratio}. Set "
-        f"{_ACTOR}.rollout_is=token, which weighs them, or {_ACTOR}.use_rollout_log_probs=True, which takes "
-        "the ratio against the sampler"
+        f"{given}: samples are of a policy that is up to {age} iteration{'s' if age > 1 else ''} old, and "
+        f"nothing corrects for it; set {_ACTOR}.rollout_is=token, which weighs them, or "
+        f"{_ACTOR}.use_rollout_log_probs=True, which takes the ratio against the sampler"
     )
 
 
 def sequence_clip_range(config: Config) -> Iterator[Finding]:
     """Warn if ratios of whole sequences have a clip range that none of them reaches."""
     actor = config.actor_rollout_ref.actor
-    given = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
-    wide = {
-        f"{name if value is not None else 'clip_ratio'}={actor.clip_ratio if value is None else value}"
-        for name, value in given.items()
-        if (actor.clip_ratio if value is None else value) > _WIDEST_SEQUENCE_CLIP
-    }
-    if actor.policy_loss != "gspo" or not wide:
-        return
-    mode = actor.loss_agg_mode
-    also = "" if mode == "seq-mean-token-mean" else f" and loss_agg_mode=seq-mean-token-mean (found {mode})"
-    yield warning(
-        f"{_ACTOR}.policy_loss=gspo with {' and '.join(sorted(wide))}: the ratio of a whole sequence hardly "
-        "leaves 1, so nothing is ever clipped; its paper has clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
-        f"{also}"
-    )
+    bounds = {f"clip_ratio_{end}": getattr(actor, f"clip_ratio_{end}") for end in ("low", "high")}
+    bounds = {key: actor.clip_ratio if bound is None else bound for key, bound in bounds.items()}
+    wide = [f"{key}={bound}" for key, bound in bounds.items() if bound > _WIDEST_SEQUENCE_CLIP]
+    if actor.policy_loss == "gspo" and wide:
+        yield warning(
+            f"{_ACTOR}.policy_loss=gspo with {' and '.join(wide)}: the ratio of a whole sequence hardly "
+            "leaves 1, so nothing is clipped; set clip_ratio_low=3e-4, clip_ratio_high=4e-4 and "
+            "loss_agg_mode=seq-mean-token-mean, as in its paper"
+        )
 
 
 def validation_sampling(config: Config) -> Iterator[Finding]:

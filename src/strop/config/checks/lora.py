@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.config.checks.finding import Finding, error, warning
+from strop.config.checks.finding import Finding, error
 from strop.config.checks.learning import trained_models
 from strop.config.memory.facts import read_model_facts, trained_whole
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url
-from strop.config.roles import reference_is_the_actor, uses_reference
-from strop.config.schema import Config, RootConfig
+from strop.config.schema import RootConfig
 from strop.config.schema.supervised import RewardModellingConfig
 
 
@@ -45,24 +44,6 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
                 f"{given} with {key}.target_modules=all-linear: {key}.path={model.path} has routed experts, "
                 f"which cannot have adapters; name other layers, for example {key}.target_modules={ATTENTION}"
             )
-
-
-def reference(config: Config) -> Iterator[Finding]:
-    """Warn of a second copy of the base model, and of keys that a reference without a model has not."""
-    policy, placed = config.actor_rollout_ref, config.trainer.placement.get("RefPolicy")
-    if not policy.model.has_adapters or not uses_reference(config):
-        return
-    if placed is not None:
-        yield warning(
-            f"trainer.placement.RefPolicy={placed}: the reference is loaded as a model of its own. Without "
-            "this key it is the actor with its adapters off, which takes no memory"
-        )
-    shared = policy.ref.ulysses_sequence_parallel_size, policy.actor.ulysses_sequence_parallel_size
-    if reference_is_the_actor(config) and shared[0] != shared[1]:
-        yield warning(
-            f"actor_rollout_ref.ref.ulysses_sequence_parallel_size={shared[0]} has no effect: the reference "
-            f"is the actor with its adapters off, and the actor's is {shared[1]}"
-        )
 
 
 def _folder(key: str, path: str | None) -> Iterator[Finding]:
