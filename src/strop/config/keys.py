@@ -171,6 +171,9 @@ def _walk(section: type[Section], prefix: str = "", inherited: tuple[Limit, ...]
             yield Key(path, "a section (a mapping of keys)", doc, True, limits, None)
             yield from _walk(inner, f"{path}.", limits)
         else:
+            # A section may be composed of several: the one with the field speaks for it.
+            owner = next(one for one in section.__mro__ if name in vars(one).get("__annotations__", ()))
+            assert issubclass(owner, Section)
             yield Key(
                 path,
                 _in_words(inner, marks),
@@ -178,7 +181,7 @@ def _walk(section: type[Section], prefix: str = "", inherited: tuple[Limit, ...]
                 False,
                 limits,
                 next((item for item in marks if isinstance(item, Required)), None),
-                next((item for item in marks if isinstance(item, Resumes)), section.resumes),
+                next((item for item in marks if isinstance(item, Resumes)), owner.resumes),
                 any(item is FILES for item in marks),
             )
 

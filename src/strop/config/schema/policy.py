@@ -57,7 +57,7 @@ class ValSamplingConfig(Section, resumes=MAY_CHANGE):
 
 
 @rollout_keys
-class RolloutConfig(Section):
+class RolloutConfig(Section, resumes=MAY_CHANGE):
     """Generation of responses, and the log-probs of what was generated."""
 
     name: Annotated[RolloutName, Expected(f"one of auto, {', '.join(ROLLOUTS)}")]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from strop.config.schema.base import PositiveInt, Section, Seed, no_effect, refused
+from strop.config.schema.base import MAY_CHANGE, PositiveInt, Section, Seed, no_effect, refused
 
 
 def _unsupported(reason: str) -> Any:
@@ -22,7 +22,7 @@ _NO_OFFLOAD = _unsupported("False: not supported; set it to False, or strategy=f
 _NOTHING_TO_CHOOSE = no_effect("in any run", lambda at: bool(at.value), "verl's choice between loaders")
 
 
-class MegatronConfig(Section):
+class MegatronConfig(Section, resumes=MAY_CHANGE):
     """Layout of a model with strategy=megatron; roles in one pool have the same."""
 
     tensor_model_parallel_size: PositiveInt = 1

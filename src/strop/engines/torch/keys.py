@@ -8,6 +8,7 @@ from pydantic import Field
 
 from strop.config.schema.base import (
     LARGEST_SIZE,
+    MAY_CHANGE,
     Integer,
     Offload,
     PositiveOrAll,
@@ -24,7 +25,7 @@ _UNSHARDED = no_effect(
 UnitSize = Annotated[Integer, Field(ge=0, le=LARGEST_SIZE), _UNSHARDED]
 
 
-class WrapPolicyConfig(Section):
+class WrapPolicyConfig(Section, resumes=MAY_CHANGE):
     """Modules that are sharded as one unit."""
 
     transformer_layer_cls_to_wrap: Annotated[str | list[str] | None, _UNSHARDED]
@@ -43,7 +44,7 @@ Reshard = Annotated[
 ]
 
 
-class FrozenFsdpConfig(Section):
+class FrozenFsdpConfig(Section, resumes=MAY_CHANGE):
     """Sharding of a model that is only evaluated."""
 
     wrap_policy: WrapPolicyConfig
@@ -81,7 +82,7 @@ class FsdpConfig(FrozenFsdpConfig):
     """Keep whole gradients and reduce them once a step, not in every micro-batch; null: if they fit."""
 
 
-class RewardFsdpConfig(Section):
+class RewardFsdpConfig(Section, resumes=MAY_CHANGE):
     """Sharding of the reward model."""
 
     min_num_params: UnitSize

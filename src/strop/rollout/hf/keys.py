@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from strop.config.schema.base import PositiveInt, Section, honoured_where
+from strop.config.schema.base import MAY_CHANGE, PositiveInt, Section, honoured_where
 
 
-class BatchConfig(Section):
+class BatchConfig(Section, resumes=MAY_CHANGE):
     """Samples that are generated at once."""
 
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, honoured_where()]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from strop.config.schema.base import (
+    MAY_CHANGE,
     Count,
     Expected,
     Fraction,
@@ -46,7 +47,7 @@ def _sampling(neutral: Any = None, *, changes_policy: bool = True, continues: bo
     )
 
 
-class SamplingConfig(Section):
+class SamplingConfig(Section, resumes=MAY_CHANGE):
     """Fields of vLLM's `SamplingParams` beyond the keys that every engine honours, by the same names.
 
     They hold for training and validation. Log-probs for training stay those of the policy itself.
@@ -82,7 +83,7 @@ class SamplingConfig(Section):
 _HONOURED = honoured_where(lambda at: at.value not in (1, True))
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, resumes=MAY_CHANGE):
     """Keys of vLLM's engine."""
 
     dtype: Annotated[

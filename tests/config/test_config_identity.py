@@ -1,0 +1,74 @@
+"""What a resume requires of a key: said by the schema, and what it was before the schema said it."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.config.identity import decides_what_is_trained
+from strop.config.keys import all_keys
+from strop.config.schema.base import NOT_COMPARED
+from strop.config.trees import TREES
+
+ADAPTERS = [
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "lora_adapter_path",
+]
+POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
+MODELS = {f"{section}.{name}" for section in (POLICY, CRITIC) for name in ("path", *ADAPTERS)}
+DATA = {
+    f"data.{name}"
+    for name in (
+        *("tokenizer", "train_files", "prompt_key", "apply_chat_template", "system_prompt", "chat_template"),
+        *("apply_chat_template_kwargs", "allow_special_tokens", "reward_fn_key", "data_source", "answer_key"),
+    )
+}
+REWARDS = {
+    *("custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"),
+    *("reward_model.model.input_tokenizer", "reward_model.model.path", "reward_model.reward_manager"),
+    *("reward_model.reward_kwargs", "reward_model.parts", "reward_model.non_stop_penalty"),
+    *("reward_model.penalty_reward_value", "reward_model.min_response_length"),
+}
+FILES = {
+    *(f"{section}.{name}" for section in (POLICY, CRITIC) for name in ("path", "lora_adapter_path")),
+    *("data.tokenizer", "data.train_files", "custom_reward_function.path"),
+    *("reward_model.model.path", "reward_model.model.input_tokenizer"),
+}
+
+
+@pytest.mark.parametrize("command", TREES)
+def test_every_key_or_its_section_says_what_a_resume_requires(command):
+    keys = all_keys(TREES[command].schema).values()
+    assert [key.path for key in keys if not key.is_section and key.resumes is None] == []
+
+
+def test_model_data_and_reward_stay_and_only_the_model_counts_in_a_validation():
+    keys = all_keys()
+    assert {path for path, key in keys.items() if decides_what_is_trained(key)} == MODELS | DATA | REWARDS
+    validated = {path for path, key in keys.items() if decides_what_is_trained(key, validates_only=True)}
+    assert validated == MODELS
+    assert {path for path, key in keys.items() if key.names_files} == FILES
+    assert {path for path, key in keys.items() if key.resumes == NOT_COMPARED} == {
+        *("trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_mode")
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        ("sft", {"response_key"}),
+        ("train-rm", {"chosen_key", "rejected_key"}),
+        ("dpo", {"chosen_key", "rejected_key"}),
+    ],
+)
+def test_supervised_runs_keep_model_and_columns(command, columns):
+    found = {path for path, key in all_keys(TREES[command].schema).items() if decides_what_is_trained(key)}
+    of_rows = DATA - {"data.reward_fn_key", "data.data_source", "data.answer_key"}
+    assert found == {
+        *(f"model.{name}" for name in ("path", *ADAPTERS)),
+        *(f"data.{name}" for name in columns),
+        *of_rows,
+    }
