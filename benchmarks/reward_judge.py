@@ -25,7 +25,8 @@ from typing import Any
 from machine import description
 
 from strop.rewards.arguments import Sample
-from strop.rewards.batch import ErrorBudget, ScoringJob
+from strop.rewards.batch import ScoringJob
+from strop.rewards.reward_output import ErrorBudget
 from strop.rewards.worker.pool import RewardPool
 
 WAIT_S = 0.3

@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 from machine import description
 
 from strop.rewards.arguments import Sample
-from strop.rewards.batch import ErrorBudget, ScoringJob
+from strop.rewards.batch import ScoringJob
+from strop.rewards.reward_output import ErrorBudget
 from strop.rewards.router import BuiltInScorer
 from strop.rewards.scorer import Outcome
 from strop.rewards.worker.pool import RewardPool

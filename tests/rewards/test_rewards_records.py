@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from strop.rewards.batch import ErrorBudget
+from strop.rewards.reward_output import ErrorBudget
 from strop.rewards.scorer import Outcome, Scorer, outcome_of
 from strop.rewards.worker.process import read_answer
 

@@ -19,8 +19,8 @@ from rewards_support import none_within
 from strop.errors import RewardError
 from strop.rewards import batch as scoring
 from strop.rewards.arguments import Sample
-from strop.rewards.batch import ErrorBudget
 from strop.rewards.custom import load_custom_reward
+from strop.rewards.reward_output import ErrorBudget
 from strop.rewards.scorer import Outcome
 from strop.rewards.worker.pool import Cancelled, Feed, RewardPool, RewardProcess
 

@@ -19,9 +19,8 @@ from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
-from strop.rewards.batch import ScoreCheck
 from strop.rewards.manager import RewardManager
-from strop.rewards.reward_output import RewardOutput
+from strop.rewards.reward_output import RewardOutput, ScoreCheck
 from strop.rollout.hf import decoding
 from strop.trainer.build import build_trainer
 from strop.trainer.metrics import PhaseTimer

@@ -2,18 +2,24 @@
 
 A function for one sample takes any of ``SAMPLE_NAMES`` and the columns of the data. One with a parameter of
 ``BATCH_NAMES`` takes a whole batch: every value is a list with an entry for each sample, as for TRL's reward
-functions. Only the standard library is imported here: scoring processes read this module.
+functions. Scoring processes read this module, so it imports no torch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strop.errors import ConfigError, nearest
+from strop.errors import ConfigError, RewardError, nearest
+
+if TYPE_CHECKING:
+    from strop.protocol import DataProto  # imports torch
+
+logger = logging.getLogger(__name__)
 
 ScoreFunction = Callable[..., Any]
 """Returns a number, or a dict with one under "score"; its parameters select what it is called with."""
@@ -284,3 +290,96 @@ def named_values(
         for name in names
         if name in known or name in columns
     }
+
+
+GROUND_TRUTHS = {"ground_truth", "ground_truths"}
+"""Parameters that are the ground truth."""
+
+
+def ground_truth_of(record: Mapping[str, Any] | None, column: Any) -> Any:
+    """Return ``reward_model.ground_truth``, or the column ``ground_truth`` without it."""
+    return record["ground_truth"] if record and "ground_truth" in record else column
+
+
+def row_fields(prompts: DataProto, reward_fn_key: str) -> list[tuple[str, Any, Any]]:
+    """Return data source, ground truth and extra info of each row."""
+    columns = prompts.non_tensor_batch
+    if reward_fn_key not in columns:
+        raise RewardError(
+            f"the data has no column {reward_fn_key!r} (data.reward_fn_key), which selects a row's "
+            f"scorer; it has {sorted(columns)}"
+        )
+    nothing = [None] * len(prompts)
+    return [
+        (str(source), ground_truth_of(target, plain), extra)
+        for source, target, plain, extra in zip(
+            columns[reward_fn_key],
+            columns.get("reward_model", nothing),
+            columns.get("ground_truth", nothing),
+            columns.get("extra_info", nothing),
+            strict=True,
+        )
+    ]
+
+
+class SampleValues:
+    """``Sample.named`` of the samples of a batch of prompts; see ``named_values`` for the first two."""
+
+    def __init__(
+        self,
+        wanted: Collection[str] | None,
+        for_batches: bool,
+        tokenizer: Any,
+        prompts: DataProto,
+        prompt_key: str,
+    ) -> None:
+        self._wanted, self._for_batches = wanted, for_batches
+        self._tokenizer, self._prompts = tokenizer, prompts
+        self._given = prompts.non_tensor_batch.get(prompt_key)
+        self._columns = dict(prompts.non_tensor_batch)
+
+    def of(
+        self, prompt: int, token_ids: list[int], response: str, *, truncated: bool | None
+    ) -> dict[str, Any]:
+        """Return the values for a response to the prompt in row ``prompt``."""
+        row = Row(
+            columns={name: column[prompt] for name, column in self._columns.items()},
+            given=None if self._given is None else self._given[prompt],
+            ids=lambda: self._ids(prompt),
+            text=lambda: self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False),
+        )
+        return named_values(
+            self._wanted,
+            row,
+            response,
+            for_batches=self._for_batches,
+            response_ids=token_ids,
+            truncated=truncated,
+        )
+
+    def _ids(self, prompt: int) -> list[int]:
+        tensors = self._prompts.batch
+        name = next((name for name in ("prompts", "input_ids") if name in tensors), None)
+        if name is None or "attention_mask" not in tensors:
+            return []
+        ids_P = tensors[name][prompt]
+        return ids_P[tensors["attention_mask"][prompt, : len(ids_P)].bool()].tolist()
+
+
+def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Warn if one of the functions names the ground truth, and no row has one."""
+    taking = [function for function in functions if function.names & GROUND_TRUTHS]
+    if not taking:
+        return
+    columns: set[str] = set()
+    for row in rows:
+        columns |= row.keys()
+        if ground_truth_of(row.get("reward_model"), row.get("ground_truth")) is not None:
+            return
+    found = ", ".join(sorted(columns - {"input_ids", "index"}))
+    logger.warning(
+        "warning: %s gets ground_truth=None for every row: the data has neither "
+        "reward_model.ground_truth nor a column ground_truth. Name the column with the answers "
+        "(data.answer_key), or take it as a parameter of the function; the columns are %s",
+        taking[0].where, found,
+    )  # fmt: skip

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from strop.errors import ConfigError
 from strop.protocol import DataProto
 from strop.rewards.reward_output import RewardOutput
+from strop.rewards.scorer import Outcome
 
-if TYPE_CHECKING:
-    from strop.rewards.example import Example
+
+@dataclass
+class Example:
+    """One row, scored with what may be its right answer as the response."""
+
+    what: str
+    """Where the response is from, in words."""
+    response: str
+    outcome: Outcome
+    function: str
+    """What was called, and the values that it takes, in words."""
+    doubt: str = ""
+    """A warning about the score."""
+    always_fails: bool = False
+    """True if it fails, or is ended, for any text; never for a function of a batch without ``is_check``."""
+
+    def is_without_reward(self) -> bool:
+        """Return True if the response has a score, of 0 or less."""
+        return not self.outcome.error and self.outcome.score is not None and self.outcome.score <= 0
 
 
 class PendingReward(Protocol):

@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from strop.config.schema.reward import RewardModelConfig
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import BATCH_NAMES, SAMPLE_NAMES, Function
-from strop.rewards.sample_values import GROUND_TRUTHS, row_fields
-from strop.rewards.scorer import Outcome
-
-if TYPE_CHECKING:
-    from strop.rewards.base import Reward
+from strop.rewards.arguments import BATCH_NAMES, GROUND_TRUTHS, SAMPLE_NAMES, Function, row_fields
+from strop.rewards.base import Example, Reward
 
 _OF_EVERY_ROW = ("index", "uid")  # columns that strop adds
 _TRIED = ("the first row", "the second row")
 """Rows on which a user's reward function must fail to be an error: one alone may be odd."""
 
 
-@dataclass
-class Example:
-    """One row, scored with what may be its right answer as the response."""
+def example_of(
+    functions: Sequence[Function],
+    prompts: DataProto,
+    score: Callable[[str, str], Example],
+    *,
+    prompt_key: str,
+    reward_fn_key: str,
+    fails_always: bool,
+    is_judged: bool,
+) -> Example:
+    """Score a batch of one row with what may be its right answer as the response.
 
-    what: str
-    """Where the response is from, in words."""
-    response: str
-    outcome: Outcome
-    function: str
-    """What was called, and the values that it takes, in words."""
-    doubt: str = ""
-    """A warning about the score."""
-    always_fails: bool = False
-    """True if it fails, or is ended, for any text; never for a function of a batch without ``is_check``."""
+    The response is the ground truth if a function takes it; else one of the columns that they name, the first
+    with a score above 0; else the ground truth, or empty without one. ``score`` makes the example of what a
+    text is, in words, and the text. With ``fails_always``, a failure for all texts is recorded as such; with
+    ``is_judged``, a doubt about the first function.
+    """
+    answers, is_taken = _answers(functions, prompts, prompt_key, reward_fn_key)
+    first, *others = answers
+    example = score(*first)
+    if example.outcome.error:
+        was_ended = example.outcome.status != "raised"
+        example.always_fails = fails_always and (
+            was_ended or all(score(*answer).outcome.error for answer in (*others, ("", "")))
+        )
+    if not example.is_without_reward() or not is_taken or not is_judged:
+        return example
+    scored = [example]
+    for answer in others:
+        scored.append(score(*answer))
+        if (scored[-1].outcome.score or 0.0) > 0:
+            return scored[-1]
+    columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
+    if found := _doubt(scored, score("", ""), functions[0].numbers(columns)):
+        example.doubt = f"{functions[0].where}: {found}"
+    return example
 
-    def is_without_reward(self) -> bool:
-        """Return True if the response has a score, of 0 or less."""
-        return not self.outcome.error and self.outcome.score is not None and self.outcome.score <= 0
 
-
-def doubt(examples: Sequence[Example], empty: Example, remarks: Iterable[str]) -> str:
+def _doubt(examples: Sequence[Example], empty: Example, remarks: Iterable[str]) -> str:
     """Return a warning if none of the right answers in ``examples`` scores more than an empty response.
 
     ``remarks`` say why that may be.
@@ -63,7 +76,7 @@ def doubt(examples: Sequence[Example], empty: Example, remarks: Iterable[str]) -
     )
 
 
-def example_answers(
+def _answers(
     functions: Sequence[Function], prompts: DataProto, prompt_key: str, reward_fn_key: str
 ) -> tuple[list[tuple[str, str]], bool]:
     """Return what may be the right answer of a batch of one row, and True if the functions take it.

@@ -1,7 +1,11 @@
-"""``RewardManager``, the built-in reward. B samples, T padded response tokens."""
+"""``RewardManager``, the built-in reward: which functions score a sample, and with which weights.
+
+B samples, T padded response tokens. One file, so that functions and weights are read together.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -11,29 +15,167 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.registry import name_of
-from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
-from strop.errors import ConfigError
+from strop.algorithms.registry import name_of, resolve
+from strop.config.reward_parts import (
+    KEY,
+    NON_STOP_PENALTY,
+    OTHER_SOURCES,
+    REWARD_MODEL,
+    RULE,
+    SCORERS,
+    RewardPart,
+    read_parts,
+)
+from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import Function, Sample, ScoreFunction
-from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, with_errors
+from strop.rewards.arguments import (
+    Function,
+    Sample,
+    SampleValues,
+    ScoreFunction,
+    row_fields,
+    warn_without_ground_truths,
+)
+from strop.rewards.base import BatchReward, Example, PendingReward, Reward
+from strop.rewards.batch import PendingSamples, ScoringJob
 from strop.rewards.custom import CustomReward
-from strop.rewards.example import Example, doubt, example_answers
-from strop.rewards.parts import Composition, UnusedParts, part_scorers
+from strop.rewards.example import example_of
 from strop.rewards.reward_output import (
+    ErrorBudget,
     RewardOutput,
     SamplePrinter,
     at_last_token,
+    log_first,
+    name_row,
     rule_parts,
     score_metrics,
+    with_errors,
 )
-from strop.rewards.router import BuiltInScorer, Router
-from strop.rewards.sample_values import SampleValues, row_fields, warn_without_ground_truths
+from strop.rewards.router import BuiltInScorer, Router, UnknownSourceError
 from strop.rewards.scorer import Outcome, Scorer
 from strop.rewards.worker.pool import Feed, RewardPool
 
 logger = logging.getLogger(__name__)
+
+
+def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, Function]:
+    """Return the function of every part with a scorer. Raises ``ConfigError`` for wrong names or options."""
+    return {name: _scorer(name, part) for name, part in parts.items() if part.scorer is not None}
+
+
+def _scorer(name: str, part: RewardPart) -> Function:
+    key, scorer = f"{KEY}.{name}.scorer", part.scorer
+    if callable(scorer):
+        return Function(scorer, key, part.kwargs)
+    if scorer in SCORERS:
+        return Function(BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs"), key)
+    function = resolve(scorer, dict.fromkeys(SCORERS, BuiltInScorer), key)
+    return Function(function, f"{key}={scorer!r}", part.kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Composition:
+    """Rules that make a score of parts.
+
+    The score is the weighted sum; with ``non_stop_penalty``, in training, a response cut at the limit, or of
+    fewer than ``min_response_length`` tokens, scores ``penalty_reward_value`` instead.
+
+    In validation the score is the rule alone, else the reward model alone, else the weighted sum of the
+    others, so that runs with different weights are comparable.
+    """
+
+    parts: Mapping[str, RewardPart]
+    non_stop_penalty: bool = False
+    penalty_reward_value: float = -10.0
+    min_response_length: int = 0
+    _returned: set[str] = dataclasses.field(default_factory=set)  # parts that appeared once
+    _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+
+    def required(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
+        """Return the parts that functions compute for a sample."""
+        rule = (RULE,) if has_rule and self.parts[RULE].weight(data_source) != 0 else ()
+        others = (
+            name for name, part in self.parts.items() if part.scorer is not None and part.weight(data_source)
+        )
+        return (*rule, *others)
+
+    def require_scored(
+        self, source: str, *, has_rule: bool, has_reward_model: bool, known: Collection[str]
+    ) -> None:
+        """Raise ``RewardError`` if nothing scores rows of ``source``; ``known`` are sources with a rule."""
+        if has_reward_model and self.parts[REWARD_MODEL].weight(source) != 0:
+            return
+        if self.parts[RULE].weight(source) != 0 and not has_rule:
+            raise UnknownSourceError(source, known)
+        if not self.required(source, has_rule=has_rule):
+            raise RewardError(
+                f"data_source {source!r}: nothing scores it; every part of {KEY} has weight 0 for it"
+            )
+
+    def contributions(
+        self, parts: Mapping[str, Tensor], sources: Sequence[str], *, failed_B: Tensor, validating: bool
+    ) -> dict[str, Tensor]:
+        """Return each part's contribution [B]. ``parts`` are NaN where absent; a failed rule has weight 1."""
+        added = {}
+        decided_B = torch.zeros(len(sources), dtype=torch.bool)
+        for name in {RULE, REWARD_MODEL} & parts.keys():
+            decided_B |= ~parts[name].isnan()
+        for name, values_B in parts.items():
+            if name not in self.parts:
+                continue  # a number of the scorer for metrics only
+            weights_B = torch.tensor([self.parts[name].weight(source) for source in sources])
+            if name == RULE:
+                weights_B = weights_B.masked_fill(failed_B, 1.0)
+            if validating:
+                is_judge = float(name in (RULE, REWARD_MODEL))
+                weights_B = torch.where(decided_B, is_judge, weights_B)
+            if weights_B.any():
+                added[name] = values_B.nan_to_num() * weights_B
+        return added
+
+    def penalty(self, batch: DataProto, scores_B: Tensor) -> Tensor:
+        """Return the difference [B] between non-stop penalty and score; NaN where no penalty is due."""
+        columns = batch.batch
+        if "truncated" not in columns:
+            raise RewardError(
+                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
+                f"without a stop token; the batch has {sorted(columns)}"
+            )
+        is_short_B = columns["response_mask"].sum(dim=1).cpu() < self.min_response_length
+        due_B = columns["truncated"].cpu().bool() | is_short_B
+        return (self.penalty_reward_value - scores_B).masked_fill(~due_B, math.nan)
+
+    def warn_of_sources(self, sources: Collection[str], *, known: Collection[str]) -> None:
+        """Warn once about each weight for a data source that is not among ``sources``, the prompts'.
+
+        Skips ``known`` sources: training and validation prompts may have different ones.
+        """
+        for name, part in self.parts.items():
+            for source in part.weights.keys() - {OTHER_SOURCES, *sources, *known}:
+                if (name, source) not in self._warned:
+                    self._warned.add((name, source))
+                    logger.warning(
+                        "%s.%s.weight: no prompt has data_source %r (found: %s); is it misspelt?",
+                        KEY, name, source, ", ".join(sorted(sources)),
+                    )  # fmt: skip
+
+    def require_returned(self, found: Collection[str], sources: Collection[str]) -> None:
+        """Raise ``RewardError`` if a part with a weight is not in ``found``, the parts of these scores.
+
+        ``sources`` are the data sources of the samples that the reward function scored. A part is required
+        until it appeared once: a function may leave it out for later samples.
+        """
+        self._returned.update(found)
+        for name, part in sorted(self.parts.items()):
+            if part.scorer is not None or name in (RULE, REWARD_MODEL) or name in self._returned:
+                continue
+            if any(part.weight(source) != 0 for source in sources):
+                returned = ", ".join(sorted(set(found) - {RULE, REWARD_MODEL})) or "a score alone"
+                raise RewardError(
+                    f"{KEY}.{name} has a weight and no scorer, so the reward function must return it; for "
+                    f"{len(sources)} samples it returned {returned}. Correct the name, return it (0 where it "
+                    "does not apply), set its scorer, or remove it"
+                )
 
 
 class RewardManager(Reward):
@@ -52,14 +194,14 @@ class RewardManager(Reward):
     with ``reward_model.style`` "model" and, without ``compute_score``, of data sources without a scorer.
 
     ``parts`` weighs these two and further scorers by data source
-    (:func:`strop.config.reward_parts.read_parts`); :class:`strop.rewards.parts.Composition` has the rules,
-    also for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``.
+    (:func:`strop.config.reward_parts.read_parts`); :class:`Composition` has the rules, also for
+    ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``.
 
     A sample whose scorer raises, takes over ``timeout_s``, ends its process or returns a number that is not
     finite gets ``error_score`` as rule, and no other parts of the scorer. If the reward model's score or the
     weighted sum is not finite, ``error_score`` is the whole score. Above a rate of ``max_error_rate``
-    (:class:`strop.rewards.batch.ErrorBudget`) scoring raises. ``memory_limit_mb`` limits the private memory
-    of a scoring process, and of each that it starts.
+    (:class:`strop.rewards.reward_output.ErrorBudget`) scoring raises. ``memory_limit_mb`` limits the private
+    memory of a scoring process, and of each that it starts.
 
     ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text,
     unless the batch's ``meta_info["examine"]`` is False.
@@ -117,7 +259,6 @@ class RewardManager(Reward):
         )
         self._part_scorers = part_scorers(self.composition.parts)
         self.scorer = Scorer(own, self._part_scorers)
-        self._unused_parts = UnusedParts(self.composition.parts)
         self._budget = ErrorBudget(max_error_rate)  # of functions
         self._final_budget = ErrorBudget(max_error_rate)  # also of what is added to their scores
         self._pool = RewardPool(
@@ -165,7 +306,7 @@ class RewardManager(Reward):
             after=self._last_job,
         )
 
-        values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
+        values = self._values(prompts)
 
         def sample(row: int, token_ids: list[int]) -> Sample:
             truncated = pending.truncated(row) if self.scorer.waits else None
@@ -175,6 +316,10 @@ class RewardManager(Reward):
         is_scored = [bool(parts) for parts in required]
         pending = PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
         return pending
+
+    def _values(self, prompts: DataProto) -> SampleValues:
+        scorer = self.scorer
+        return SampleValues(scorer.wanted, scorer.is_batch, self.tokenizer, prompts, self.prompt_key)
 
     def _sample(
         self,
@@ -254,7 +399,7 @@ class RewardManager(Reward):
             parts[REWARD_MODEL] = model_B
         failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]
         rows = zip(sources, outcomes, has_rule, failed, strict=True)
-        self._unused_parts.require_returned(
+        self.composition.require_returned(
             parts, [source for source, outcome, rule, error in rows if rule and outcome and not error]
         )
         failed_B = torch.tensor(failed)
@@ -274,7 +419,7 @@ class RewardManager(Reward):
         """
         sources = set(sources)
         self.require_scored(sources, has_reward_model=has_reward_model)
-        self._unused_parts.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
+        self.composition.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
 
     def require_scored(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
         """Raise the errors of ``validate_sources``, without its warnings."""
@@ -304,11 +449,7 @@ class RewardManager(Reward):
     def score_example(
         self, prompts: DataProto, *, n: int, has_reward_model: bool, is_check: bool
     ) -> Example | None:
-        """See ``Reward.score_example``.
-
-        The response is the ground truth if a function takes it; else one of the columns that they name, the
-        first with a score above 0; else the ground truth, or empty without one.
-        """
+        """See ``Reward.score_example``, and ``example_of`` for the response."""
         own = self._own_functions()
         if not own and (self._router is None or not self._router.has_own):
             return None
@@ -318,7 +459,7 @@ class RewardManager(Reward):
         if not parts:
             return None
         (fields,) = row_fields(prompts, self.reward_fn_key)
-        values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
+        values = self._values(prompts)
         taken = (
             "everything (**kwargs)" if self.scorer.wanted is None else ", ".join(sorted(self.scorer.wanted))
         )
@@ -331,25 +472,15 @@ class RewardManager(Reward):
             outcome, *_ = self._pool.evaluate_all(Feed.of([sample] * copies))
             return Example(what, text, outcome, function)
 
-        answers, is_taken = example_answers(own, prompts, self.prompt_key, self.reward_fn_key)
-        first, *others = answers
-        example = score(*first)
-        if example.outcome.error:
-            was_ended = example.outcome.status != "raised"
-            example.always_fails = (is_check or not self.scorer.is_batch) and (
-                was_ended or all(score(*answer).outcome.error for answer in (*others, ("", "")))
-            )
-        if not example.is_without_reward() or not is_taken or self._router is not None:
-            return example
-        scored = [example]
-        for answer in others:
-            scored.append(score(*answer))
-            if (scored[-1].outcome.score or 0.0) > 0:
-                return scored[-1]
-        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
-        if found := doubt(scored, score("", ""), self.scorer.own.numbers(columns)):
-            example.doubt = f"{self.scorer.own.where}: {found}"
-        return example
+        return example_of(
+            own,
+            prompts,
+            score,
+            prompt_key=self.prompt_key,
+            reward_fn_key=self.reward_fn_key,
+            fails_always=is_check or not self.scorer.is_batch,
+            is_judged=self._router is None,
+        )
 
     def _own_functions(self) -> list[Function]:
         """Return the user's functions: the custom one, and those of parts."""

@@ -1,4 +1,4 @@
-"""The scores of a batch as tensors, metrics and text. B samples, T padded response tokens."""
+"""The scores of a batch as tensors, metrics and text, and how many may fail. B samples, T response tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
 
+WINDOW = 256
+_SHOWN_CHARACTERS = 200
 _SHOWN_OF_SPECIAL = 200
 """Characters at each end of a response with special tokens."""
 
@@ -128,6 +130,119 @@ def _add_errors(errors: list[str], wrong_B: Tensor, found: str) -> None:
 def _error_metrics(errors: Sequence[str]) -> dict[str, float]:
     count = sum(map(bool, errors))
     return {"reward/error_rate": count / max(len(errors), 1), "reward/errors": float(count)}
+
+
+class ErrorBudget:
+    """Count failed samples over a window: the current batch and earlier ones, 256 samples in total.
+
+    A larger batch is judged alone. Without the window, one failure in a batch of four would exceed any rate;
+    for the same reason one failure is always allowed, unless ``max_rate`` is 0.
+    """
+
+    def __init__(self, max_rate: float) -> None:
+        self.max_rate = max_rate
+        self._before: deque[bool] = deque(maxlen=WINDOW)
+        self._allowed = math.inf
+        self._failed = 0
+
+    def begin(self, samples: int) -> None:
+        """Start a batch of this many samples."""
+        kept = list(self._before)[-(WINDOW - samples) :] if samples < WINDOW else []
+        self._failed = sum(kept)
+        allowed = self.max_rate * (len(kept) + samples)
+        self._allowed = max(allowed, 1.0) if self.max_rate > 0 else 0.0
+
+    def count(self, failed: bool) -> bool:
+        """Count one sample; return True if the batch exceeds the budget even if all others succeed."""
+        self._failed += failed
+        return self._failed > self._allowed
+
+    def end(self, failed: Iterable[bool]) -> None:
+        """Add the finished batch to the window, by row, so that its state does not depend on timing."""
+        self._before.extend(failed)
+
+    def require(self, errors: Sequence[str], name: Callable[[int], str]) -> None:
+        """Count a finished batch; ``errors`` [B] are "" where there is none, and ``name`` describes a row.
+
+        Raises ``RewardError`` with the first error if the batch exceeds the budget.
+        """
+        self.begin(len(errors))
+        for row, error in enumerate(errors):
+            if self.count(bool(error)):
+                raise self.exceeded(errors[: row + 1], len(errors), name)
+        self.end(map(bool, errors))
+
+    def exceeded(self, errors: Sequence[str], size: int, name: Callable[[int], str]) -> RewardError:
+        """Return the error for a batch of ``size`` samples, given the ``errors`` of the first ones."""
+        first = next((row for row, error in enumerate(errors) if error), 0)  # 0: earlier batches failed
+        return RewardError(
+            f"too many samples cannot be scored: {sum(map(bool, errors))} of the first {len(errors)} samples "
+            f"of a batch of {size} (reward_model.max_error_rate={self.max_rate:g}). "
+            f"The first was {name(first)}:\n{errors[first]}"
+        )
+
+
+class ScoreCheck:
+    """Make an error of a sample whose reward is NaN or infinite, for rewards that ``ScoringJob`` did not see.
+
+    Such a sample scores ``error_score``. Raises ``RewardError`` above a rate of ``max_error_rate``
+    (:class:`ErrorBudget`), and for a result that is no reward.
+    """
+
+    def __init__(self, *, error_score: float = 0.0, max_error_rate: float = 0.1) -> None:
+        self._error_score, self._budget = error_score, ErrorBudget(max_error_rate)
+
+    def __call__(self, result: Any, batch: DataProto) -> RewardOutput:
+        """Return the rewards in ``result`` (``read_output``), all finite."""
+        output, errors = read_output(result, batch.batch["response_mask"], error_score=self._error_score)
+        columns = batch.non_tensor_batch
+        nothing = [None] * len(errors)
+        extras, sources = columns.get("extra_info", nothing), columns.get("data_source", nothing)
+
+        def name(row: int) -> str:
+            return name_sample(row, sources[row], extras[row])
+
+        self._budget.require(errors, name)
+        log_first(errors, name)
+        return output
+
+
+def log_first(errors: Sequence[str], name: Callable[[int], str]) -> None:
+    """Log the first error of a batch within the budget; otherwise it is part of what is raised."""
+    for row, error in enumerate(errors):
+        if error:
+            logger.warning("could not score %s:\n%s", name(row), printable(error))
+            return
+
+
+def with_errors(
+    outcomes: Sequence[Outcome | None], lost_B: Tensor, found: str, values_B: Tensor
+) -> list[Outcome | None]:
+    """Return the outcomes with an error for the rows in ``lost_B`` that have none."""
+    changed = list(outcomes)
+    for row in lost_B.nonzero().flatten().tolist():
+        if not ((outcome := changed[row]) and outcome.error):
+            changed[row] = Outcome("raised", error=f"{found} {values_B[row].item()}")
+    return changed
+
+
+def name_row(samples: Sequence[Sample | None], row: int) -> str:
+    """Describe a row for an error text; "" if its sample was not added."""
+    sample = samples[row]
+    if sample is None:
+        return ""
+    return name_sample(row, sample.data_source, sample.extra_info, sample.solution_str)
+
+
+def name_sample(row: int, data_source: Any, extra_info: Any, response: str | None = None) -> str:
+    """Describe a sample for an error text."""
+    facts = [f"data_source={data_source!r}"]
+    if isinstance(extra_info, Mapping) and extra_info.get("index") is not None:
+        facts.append(f"extra_info.index={extra_info['index']}")
+    if response is not None:
+        shown = response if len(response) <= _SHOWN_CHARACTERS else response[:_SHOWN_CHARACTERS] + "..."
+        facts.append(f"response={shown!r}")
+    return f"sample {row} ({', '.join(facts)})"
 
 
 def rule_parts(

@@ -33,7 +33,7 @@ from strop.controller.group import Future
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
-from strop.rewards.batch import ScoreCheck
+from strop.rewards.reward_output import ScoreCheck
 from strop.rollout.base import Finished
 from strop.trainer.metrics import (
     PhaseTimer,

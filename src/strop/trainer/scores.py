@@ -19,8 +19,7 @@ from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.base import Reward, as_reward
-from strop.rewards.batch import ScoreCheck
-from strop.rewards.reward_output import RewardOutput
+from strop.rewards.reward_output import RewardOutput, ScoreCheck
 from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
 

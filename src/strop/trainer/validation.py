@@ -19,7 +19,7 @@ from strop.checkpoint.folder import PREFIX
 from strop.config.schema import Config
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
-from strop.rewards.batch import ScoreCheck
+from strop.rewards.reward_output import ScoreCheck
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
