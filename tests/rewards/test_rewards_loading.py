@@ -47,7 +47,7 @@ def test_reward_kwargs_are_passed_to_the_manager(tokenizer: Any):
 
 
 def test_an_unknown_manager_or_argument_names_the_known_ones(tokenizer: Any):
-    with pytest.raises(ConfigError, match=naming("reward_model.reward_manager='nave'", "'naive'", "prime")):
+    with pytest.raises(ConfigError, match=naming("reward_model.reward_manager='nave'", "naive", "prime")):
         load_reward_manager(load_config(["reward_model.reward_manager=nave"]), tokenizer, 0)
     with pytest.raises(ConfigError, match=naming("'temperature'", "timeout_s")):
         load_reward_manager(load_config(), tokenizer, 0, temperature=1.0)

@@ -227,7 +227,7 @@ def test_a_built_in_scorer_without_a_weight_does_not_judge(make: Make):
         ({"rule": {"weight": 1, "scorer": "format"}}, r"parts\.rule: .*weight"),
         ({"non_stop_penalty": -1}, "non_stop_penalty"),
         ({"form": {"kwargs": {"a": 1}}}, r"form\.kwargs"),
-        ({"form": {"scorer": "fromat"}}, r"form\.scorer='fromat' .*'format'"),
+        ({"form": {"scorer": "fromat"}}, r"form\.scorer='fromat' .*format"),
         ({"form": {"scorer": "format", "kwargs": {"patern": "a"}}}, r"form\.kwargs: .*patern"),
         ({"form": {"scorer": "math.sqrt"}}, r"form\.scorer='math.sqrt'"),
         ({"a": {"weight": None}, "b": {"sorcer": "x"}}, r"(?s)(?=.*parts\.a\.weight).*parts\.b\.sorcer"),
