@@ -194,11 +194,7 @@ class _Given:
             )
 
     def data(self, data: Any, main: str = "train_files") -> None:
-        section = dict(data) if _is_section(data) else {main: data}
-        for name in {"train_files", "val_files"} & section.keys():
-            section[name] = self._source(section[name], name)
-        for key, value in section.items():
-            self.set(f"data.{key}", value)
+        self.values |= self._with_sources({"data": data if _is_section(data) else {main: data}})
 
     def _source(self, value: Any, key: str) -> Any:
         """Return the name of a file, or one that stands for rows in memory."""
