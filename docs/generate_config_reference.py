@@ -22,7 +22,8 @@ INTRODUCTION = """\
 
 # Configuration
 
-Every key, section by section. The defaults are those of `src/strop/config/ppo_trainer.yaml`.
+Every key, section by section. The defaults are those of `src/strop/config/ppo_trainer.yaml`, and for
+keys of an engine or a rollout that it does not have, of that back-end's module `keys`.
 
 ```
 strop train data.train_batch_size=64 trainer.logger=[console]    # overrides, in Hydra's grammar

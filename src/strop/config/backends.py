@@ -144,6 +144,8 @@ class RolloutKind(Kind):
     """"module:class" of the rollout that holds a copy of the weights."""
     shared: ClassVar[str | None] = None
     """"module:class" of the rollout that generates on the actor's own module; None: a copy is needed."""
+    remedy: ClassVar[str] = "lower data.max_response_length"
+    """What makes its memory smaller, in words."""
     offers: frozenset[str] = frozenset()
 
     def suits(self, device: str, model_path: str) -> tuple[bool, str]:

@@ -69,6 +69,12 @@ SUPERVISED_MICRO_BATCH = MicroBatchKeys(
     "update.micro_batch_size", "update.use_dynamic_bsz", "update.max_token_len_per_gpu"
 )
 """The same of a supervised run, whose sizes count rows of the data set."""
+MODELS: dict[str, str] = {
+    **dict.fromkeys(("actor", "log_prob", "ref"), "actor_rollout_ref.model"),
+    **dict.fromkeys(("critic", "values"), "critic.model"),
+    **{"reward_model": "reward_model.model", "update": "model"},
+}
+"""The section of the model of each pass; that of a supervised run is called update."""
 
 
 def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:

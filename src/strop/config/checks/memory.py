@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strop.config.backends import ROLLOUTS, Forecast
 from strop.config.batch_plan import (
     MICRO_BATCHES,
+    MODELS,
     SUPERVISED_MICRO_BATCH,
     BatchPlan,
     MicroBatchKeys,
@@ -16,18 +17,12 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import Memory, memory_for
 from strop.config.memory.facts import read_model_facts
-from strop.config.memory.forecast import forecast, supervised_forecast, trainer_forecast
+from strop.config.memory.forecast import forecast, rollout_forecast, supervised_forecast, trainer_forecast
 from strop.config.memory.shapes import gib
 from strop.config.placement import Placement, uses_gpu
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 
-_REMEDIES = {
-    "generation": "lower actor_rollout_ref.rollout.micro_batch_size_per_gpu (null: as many as fit) or "
-    "data.max_response_length",
-    "vLLM": "lower actor_rollout_ref.rollout.max_num_seqs or gpu_memory_utilization",
-}
-"""Beginning of the name of a part of a forecast -> the keys that make it smaller."""
 _OF_WEIGHTS = "take a smaller model, or more GPUs (trainer.n_gpus_per_node)"
 
 
@@ -43,16 +38,14 @@ def run(config: Config, plan: BatchPlan) -> Iterator[Finding]:
     largest = max(known.values(), key=lambda need: need.peak or 0)
     on_gpu = memory.place != "this machine"
     each = [(need.peak or 0) * (1 if on_gpu else max(placement.pools[pool])) for pool, need in known.items()]
-    row = longest_row(config.data)[0]
-    updates = {
-        f"{name} update": _smaller_pass(config, MICRO_BATCHES[name], model, -(-row // update.sharing))
-        for name, model, update in (
-            ("actor", "actor_rollout_ref.model", plan.actor),
-            ("critic", "critic.model", plan.critic),
-        )
+    row, rollout = longest_row(config.data)[0], rollout_forecast(config, plan)
+    remedy = ROLLOUTS[config.actor_rollout_ref.rollout.name].remedy
+    remedies = dict.fromkeys(rollout.resident | rollout.phases, remedy) | {
+        f"{name} update": _smaller_pass(config, MICRO_BATCHES[name], MODELS[name], -(-row // update.sharing))
+        for name, update in (("actor", plan.actor), ("critic", plan.critic))
         if update is not None
     }
-    yield from _compare(largest, max(each) if on_gpu else sum(each), memory, _REMEDIES | updates)
+    yield from _compare(largest, max(each) if on_gpu else sum(each), memory, remedies)
 
 
 def supervised(config: SupervisedConfig) -> Iterator[Finding]:
@@ -93,7 +86,10 @@ def _smaller_pass(config: RootConfig, keys: MicroBatchKeys, model: str, row: int
 
 
 def _compare(need: Forecast, total: int, memory: Memory, remedies: dict[str, str]) -> Iterator[Finding]:
-    """Warn of a forecast above the memory; require that it is at most twice the memory."""
+    """Warn of a forecast above the memory; require that it is at most twice the memory.
+
+    ``remedies``: beginning of the name of a part -> the keys that make it smaller.
+    """
     if total <= memory.size:
         return
     parts = {name: size or 0 for name, size in (need.resident | need.phases).items()}

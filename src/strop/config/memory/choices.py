@@ -15,6 +15,7 @@ from typing import Any
 
 from strop.config.batch_plan import (
     MICRO_BATCHES,
+    MODELS,
     SUPERVISED_MICRO_BATCH,
     BatchPlan,
     MicroBatchKeys,
@@ -168,7 +169,6 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
         )
     if not isinstance(config, Config):
         return
-    models = {"critic": "critic.model", "values": "critic.model", "reward_model": "reward_model.model"}
     for name, keys in MICRO_BATCHES.items():
         with suppress(ConfigError):  # a layout over ranks that cannot be: `check` reports it
             placement = Placement.from_config(config)
@@ -176,12 +176,12 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
             sharing = sequence_parallel_size(config, name, ranks)
             yield _Pass(
                 keys,
-                models.get(name, "actor_rollout_ref.model"),
+                MODELS[name],
                 -(-longest_row_of(config, name)[0] // sharing),
                 most,
                 pool=placement.pool_of_pass(name),
                 trains=name in ("actor", "critic"),
-                has_logits=name not in models,
+                has_logits=name in ("actor", "log_prob", "ref"),
                 sync=_sync_key(config, name) if name in ("actor", "critic") else None,
                 reduces=ranks > 1,
                 alone=ranks == 1,

@@ -32,12 +32,17 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
     ``pool``: of the roles in this pool; None: of all roles, as if they shared one.
     """
     trainer = trainer_forecast(config, plan, pool=pool)
-    placement, rollout = Placement.from_config(config), config.actor_rollout_ref.rollout
+    placement = Placement.from_config(config)
     if pool not in (None, placement.roles[placement.rollout_role]):
         return trainer
-    facts = read_model_facts(config.actor_rollout_ref.model.path)
-    generation = ROLLOUTS[rollout.name].bytes(config, plan.samples // plan.ranks, facts)
+    generation = rollout_forecast(config, plan)
     return Forecast(trainer.resident | generation.resident, trainer.phases | generation.phases)
+
+
+def rollout_forecast(config: Config, plan: BatchPlan) -> Forecast:
+    """Return the memory of one rank of the rollout."""
+    facts, name = read_model_facts(config.actor_rollout_ref.model.path), config.actor_rollout_ref.rollout.name
+    return ROLLOUTS[name].bytes(config, plan.samples // plan.ranks, facts)
 
 
 def trainer_forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> Forecast:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.config.backends import EngineKind
-from strop.config.batch_plan import forward_passes
+from strop.config.batch_plan import MODELS, forward_passes
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.memory.facts import ModelFacts, read_model_facts
@@ -16,8 +16,6 @@ from strop.config.placement import Placement
 from strop.config.roles import uses_critic
 from strop.engines.megatron.keys import SECTION, SECTIONS
 from strop.errors import ConfigError
-
-_MODELS = {"critic": "critic.model", "reward_model": "reward_model.model"}
 
 
 class MegatronKind(EngineKind):
@@ -73,7 +71,7 @@ class MegatronKind(EngineKind):
                     f"{key} and {other} have the tensor, pipeline, virtual pipeline and expert sizes {sizes} "
                     f"and {others}, and their models are in one pool; make them equal, or use different pools"
                 )
-            path = value_at(config, f"{_MODELS.get(name, 'actor_rollout_ref.model')}.path")
+            path = value_at(config, f"{MODELS[name]}.path")
             if (facts := read_model_facts(path)) is not None:
                 yield from _fits(key, layout, facts, path)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.config.backends import ABILITIES, EngineKind, total
-from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size
+from strop.config.batch_plan import MICRO_BATCHES, MODELS, forward_passes, sequence_parallel_size
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.memory.facts import ModelFacts, read_model_facts
@@ -22,14 +22,6 @@ from strop.config.placement import Placement, process_count
 from strop.config.schema import Config
 from strop.engines.torch.keys import SECTION, SECTIONS
 from strop.errors import ConfigError
-
-_MODELS = {
-    "actor": "actor_rollout_ref.model",
-    "critic": "critic.model",
-    "values": "critic.model",
-    "reward_model": "reward_model.model",
-    "update": "model",
-}
 
 
 class FsdpKind(EngineKind):
@@ -62,7 +54,11 @@ class FsdpKind(EngineKind):
         ranks, section = _ranks(config, name), self.section_of(config, name)
         size = getattr(section, "fsdp_size", -1)  # frozen models have no such key
         shards = min(size, ranks) if size > 0 else ranks
-        return trained(facts, _model(config, name), shards) if trains else weights(facts, FLOAT32, shards)
+        return (
+            trained(facts, value_at(config, MODELS[name]), shards)
+            if trains
+            else weights(facts, FLOAT32, shards)
+        )
 
     def update_bytes(self, config: Any, name: str, facts: ModelFacts | None, model: Any) -> int | None:
         """See ``EngineKind.update_bytes``."""
@@ -80,10 +76,6 @@ def _ranks(config: Any, name: str) -> int:
     return process_count(config)
 
 
-def _model(config: Any, name: str) -> Any:
-    return value_at(config, _MODELS.get(name, _MODELS["actor"]))
-
-
 def _shared_sequences(config: Config) -> Iterator[Finding]:
     """Require packed rows, and heads that divide, where ranks share sequences."""
     for name in forward_passes(config):
@@ -93,7 +85,7 @@ def _shared_sequences(config: Config) -> Iterator[Finding]:
             continue  # reported with the batch sizes
         if size == 1:
             continue
-        key, path = MICRO_BATCHES[name].sequence_parallel, _model(config, name).path
+        key, path = MICRO_BATCHES[name].sequence_parallel, value_at(config, f"{MODELS[name]}.path")
         padding_key = f"{'critic' if name == 'values' else 'actor_rollout_ref'}.model.use_remove_padding"
         if not value_at(config, padding_key):
             yield error(f"{key}={size} shares packed rows; set {padding_key}=True")

@@ -27,6 +27,10 @@ class HFKind(RolloutKind):
 
     replica = "strop.rollout.hf.replica:HFReplica"
     shared = "strop.rollout.hf.engine:HFRollout"
+    remedy = (
+        "lower actor_rollout_ref.rollout.micro_batch_size_per_gpu (null: as many as fit) or "
+        "data.max_response_length"
+    )
     offers = frozenset(key for section in SECTIONS for key in section.model_fields)
 
     def suits(self, device: str, model_path: str) -> tuple[bool, str]:
