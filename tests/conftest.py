@@ -12,7 +12,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
 
 # One thread each: tests run in parallel, and numbers must not depend on the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +19,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-torch.set_num_threads(1)
 # A shell that starts tests in the background has SIGINT ignored, which the runs they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,6 +29,14 @@ hypothesis.settings.register_profile("new", deadline=None)
 hypothesis.settings.load_profile("same")
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import torch where tests run; the process that hands them to workers starts sooner without it."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 RAY_SLOTS = 8
@@ -72,8 +78,6 @@ def two_nodes(ray_session: None) -> Iterator[None]:
     _start_ray()
 
 
-# Tests that mostly wait: for deadlines, or for processes that start and end.
-_WAITING = ("tests/controller/", "tests/rewards/", "tests/e2e/test_ray")
 _RAY_CONTROLLER = tuple(f"tests/controller/test_{name}.py" for name in ("failures", "nodes", "groups"))
 _RAY_RUNS = (
     "tests/parity/test_ranks.py",
@@ -84,6 +88,15 @@ _RAY_RUNS = (
     "tests/e2e/test_external_lib.py",
     "tests/workers/test_reward_model.py",
     "tests/workers/test_workers_in_flight.py",
+)
+# Tests that mostly wait: for deadlines, or for processes that start and end.
+_WAITING = (
+    "tests/controller/",
+    "tests/rewards/",
+    "tests/e2e/test_ray",
+    "tests/data/test_data_download_processes.py",
+    "tests/data/test_data_hub.py",
+    *_RAY_RUNS,
 )
 _VLLM = (
     "tests/rollout/test_vllm_rollout.py",

@@ -18,6 +18,7 @@ from strop.data.prompts import (
 from strop.data.tokenize import tokenize_table, tokenizer_fingerprint
 from strop.errors import DataError, ModelError
 
+import forked
 from messages import mentions, naming
 
 
@@ -163,6 +164,8 @@ def test_a_cache_that_cannot_be_written_only_warns(write, tokenizer, tmp_path, c
 def test_worker_processes_give_the_same_ids_and_the_same_errors(write, tokenizer, monkeypatch, caplog):
     monkeypatch.setitem(tokenize_module.MIN_ROWS_FOR_PROCESSES, "fast", 10)
     monkeypatch.setattr(tokenize_module, "CHUNK_ROWS", 7)
+    # Tokenizers are pickled for these processes too, which do not import transformers again.
+    monkeypatch.setattr(tokenize_module.multiprocessing, "get_context", lambda _: forked.CONTEXT)
     rows = [{"prompt": chat(f"w{number % 40} w{number % 7}")} for number in range(40)]
     table = read_prompt_table(write("a.parquet", rows))
     in_process = tokenize_table(table, tokenizer, num_workers=1)

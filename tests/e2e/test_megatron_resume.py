@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import forked
 from killing import ROWS, SETTINGS, copy_until, kill
 from runs import make_inputs, metrics, overrides, train
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'strop[megatron]'")
+if find_spec("megatron") is None:  # found, not imported: its import takes 2 s of every worker
+    pytest.skip("needs megatron-core: pip install 'strop[megatron]'", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
 MEGATRON = (
