@@ -175,11 +175,11 @@ def choose_rollout(values: Values, tree: Tree) -> Values:
         return values
     if values.select(_ROLLOUT_NAME) not in (None, "auto"):
         return values
-    name = value_in(recorded_run(str(values.select(_RUN_FOLDER))), _ROLLOUT_NAME)
-    why = "as in an earlier run in this folder"
-    if not isinstance(name, str):
-        found = (values.select(key) for key in ("trainer.device", "actor_rollout_ref.model.path"))
-        name, why = automatic_rollout(*map(str, found))
+    found = (values.select(key) for key in ("trainer.device", "actor_rollout_ref.model.path"))
+    name, why = automatic_rollout(*map(str, found))
+    kept = value_in(recorded_run(str(values.select(_RUN_FOLDER))), _ROLLOUT_NAME)
+    if isinstance(kept, str) and kept != name:
+        name, why = kept, "as in an earlier run in this folder"
     chosen = values.derived({_ROLLOUT_NAME: name}, why)
     return replace(chosen, written=values.written - {_ROLLOUT_NAME})
 

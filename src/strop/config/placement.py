@@ -143,12 +143,9 @@ def is_small(model_path: str, limit: int) -> bool:
 
 def rollout_in_words(config: Config) -> str:
     """Return the line that names the engine at the start of a run."""
-    name = config.actor_rollout_ref.rollout.name
-    if is_written(config, f"{_ROLLOUT}.name"):
-        return f"rollout: {name}"
-    chosen, why = automatic_rollout(config.trainer.device, config.actor_rollout_ref.model.path)
-    why = why if name == chosen else "as in an earlier run in this folder"
-    return f"rollout: {name} ({_ROLLOUT}.name=auto: {why})"
+    key, name = f"{_ROLLOUT}.name", config.actor_rollout_ref.rollout.name
+    _, is_chosen, why = config.author(key).partition("derived: ")
+    return f"rollout: {name} ({key}=auto: {why})" if is_chosen else f"rollout: {name}"
 
 
 def uses_gpu(config: RootConfig) -> bool:
