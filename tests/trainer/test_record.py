@@ -53,6 +53,19 @@ def test_a_changed_file_of_the_reward_is_another_reward(options, tmp_path, caplo
     assert mentions(caplog.text, "changed since", key)
 
 
+@pytest.mark.parametrize(
+    ("module", "key"),
+    [("my_part", "reward_model.parts"), ("my_manager", "reward_model.reward_manager")],
+)
+def test_a_changed_module_that_a_key_of_the_reward_names_is_another_reward(options, tmp_path, module, key):
+    options = [*options, "reward_model.reward_manager=my_manager:Mine"]
+    saved = checkpoint(options)
+    require_same_run(saved, load_config(options))
+    (tmp_path / f"{module}.py").write_text("NUMBER = 2\n")
+    with pytest.raises(ConfigError, match=naming("trains something else", key)):
+        require_same_run(saved, load_config(options))
+
+
 def test_a_moved_reward_is_the_same_one(options, tmp_path):
     saved = checkpoint(options)
     (tmp_path / "moved").mkdir()

@@ -23,8 +23,11 @@ from strop.config.identity import (
     decides_what_is_trained,
     files_of,
     is_the_same,
+    value_in,
 )
 from strop.config.keys import all_keys
+from strop.config.names import defining_file, is_import_path
+from strop.config.paths import is_function
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
@@ -45,8 +48,23 @@ _OF_A_MODEL = re.compile(
 def record_of(config: RootConfig) -> dict[str, Any]:
     """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
     tree = settled(config).model_dump(mode="json")
-    files = {key: [digest(Path(path)) for path in paths] for key, paths in files_of(tree, type(config))}
+    named = dict(files_of(tree, type(config))) | (_defining(config) if isinstance(config, Config) else {})
+    files = {key: [digest(Path(path)) for path in paths] for key, paths in named.items()}
     return {"kind": type(config).__name__, "config": tree, "files": files}
+
+
+def _defining(config: Config) -> dict[str, list[str]]:
+    """Return the files that define what keys of the reward name by import path."""
+    section = config.reward_model
+    parts = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
+    named = {"reward_model.parts": parts, "reward_model.reward_manager": [section.reward_manager]}
+    own = {
+        key: [
+            name for name in names if isinstance(name, str) and is_import_path(name) and not is_function(name)
+        ]
+        for key, names in named.items()
+    }
+    return {key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])}
 
 
 def digest(path: Path) -> str:
@@ -136,8 +154,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[Roo
     keys, tree = {change.key for change in found}, tree_of(schema)
     found = [change for change in found if tree.followed_by(change.key) not in keys]
     named = {key: ", ".join(paths) for key, paths in files_of(now["config"], schema)}
-    for key, value in named.items():
-        earlier = before["files"].get(key)
+    for key in now["files"]:
+        value, earlier = named.get(key, value_in(now["config"], key)), before["files"].get(key)
         follows = tree.followed_by(key) in now["files"]
         is_changed = earlier is not None and earlier != now["files"].get(key) and not follows
         if key not in keys and is_changed:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +70,40 @@ def is_import_path(name: str) -> bool:
     return "." in name.strip(".") or ":" in name.strip(":")
 
 
+def module_of(import_path: str) -> str:
+    """Return the module that an import path names."""
+    return import_path.partition(":")[0] if ":" in import_path else import_path.rpartition(".")[0]
+
+
 def missing_module(dotted: str) -> str | None:
     """Return the first part of a module's name that cannot be found, or None; nothing is imported."""
+    return next((name for name, spec in _specs(dotted) if spec is None), None)
+
+
+def defining_file(import_path: str) -> str | None:
+    """Return the file of the module that an import path names; None without one. Nothing is imported."""
+    *_, (_, spec) = _specs(module_of(import_path))
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _specs(dotted: str) -> Iterator[tuple[str, ModuleSpec | None]]:
+    """Yield the name and the place of a module and the packages around it, up to the first missing one."""
     name, folders = "", None
     for word in dotted.split("."):
         name = f"{name}.{word}".lstrip(".")
         if name in sys.modules:
             folders = getattr(sys.modules[name], "__path__", None)
+            yield name, sys.modules[name].__spec__ or ModuleSpec(name, None)  # __main__ has none
             continue
         try:
             # The import hooks of editable installs know packages that no path has.
             spec = importlib.util.find_spec(name) if folders is None else PathFinder.find_spec(name, folders)
         except (ImportError, ValueError):
             spec = None
+        yield name, spec
         if spec is None:
-            return name
+            return
         folders = spec.submodule_search_locations or []
-    return None
 
 
 def needs_critic(adv_estimator: str) -> bool:

@@ -18,6 +18,7 @@ from strop.config.names import (
     estimators,
     is_import_path,
     missing_module,
+    module_of,
     policy_losses,
 )
 from strop.config.paths import is_function
@@ -257,6 +258,6 @@ def known_name(key: str, name: str, known: Collection[str]) -> Iterator[Finding]
         own = "your own by its import path, package.module:name"
         yield error(f"{key}={name}: unknown{did_you_mean(name, known)} (known: {', '.join(known)}; {own})")
         return
-    module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
+    module = module_of(name)
     if module != "__main__" and (missing := missing_module(module)):
         yield error(f"{key}={name}: there is no module {missing}; is its folder on PYTHONPATH?")
