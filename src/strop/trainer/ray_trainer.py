@@ -303,7 +303,6 @@ class ReinforcementRun(Run):
         self.async_steps_before = 0
 
     def fit(self) -> None:
-        """See ``Run.fit``."""
         try:
             super().fit()
         except BaseException:
@@ -312,7 +311,6 @@ class ReinforcementRun(Run):
             raise
 
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
-        """See ``Run.resume``."""
         super().resume(checkpoint, goes_on=goes_on)
         trainer, steps = self.trainer, self.settings.async_steps
         is_same = self.async_steps_before == steps
@@ -403,7 +401,6 @@ class ReinforcementRun(Run):
         return {**report.metrics(), "val/best_score": self.best.add(step, report)}
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Run.state_dict``."""
         return {
             **super().state_dict(),
             "kl_controller": self.trainer.ppo.kl_controller.state_dict(),
@@ -413,7 +410,6 @@ class ReinforcementRun(Run):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Run.load_state_dict``."""
         super().load_state_dict(state)
         trainer = self.trainer
         # the critic's warm-up has not changed the policy

@@ -282,7 +282,6 @@ class Needs(Limit):
         return f"{self.when} with {key}={found}".lstrip(), f"only {' and '.join(able)} {what}"
 
     def refusal(self, at: At) -> str:
-        """See ``Limit.refusal``."""
         return "; ".join(replace(self, when="not").words(at.path, at))
 
 

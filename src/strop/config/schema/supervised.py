@@ -118,7 +118,6 @@ class SupervisedConfig(RootConfig):
     trainer: RunConfig
 
     def strategy_key(self, path: str) -> str:
-        """See ``RootConfig.strategy_key``."""
         return "update.strategy"
 
 

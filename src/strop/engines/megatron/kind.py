@@ -89,7 +89,6 @@ class MegatronKind(EngineKind):
         return own + (facts.parameters * 2 * FLOAT32 // ranks if apart else 0)
 
     def update_bytes(self, config: Any, name: str, facts: ModelFacts | None, model: Any) -> int | None:
-        """See ``EngineKind.update_bytes``."""
         ranks = Placement.from_config(config).ranks_of_pass(name)
         return cast_weights(config, facts, model) if ranks == 1 else 0
 

@@ -28,12 +28,10 @@ class StagedRole(RoleModel):
     def hidden_states_at(
         self, batch: Mapping[str, Tensor], chosen_BL: Tensor, packing: Packing | None
     ) -> Tensor:
-        """See ``RoleModel.hidden_states_at``."""
         assert packing is not None  # built with packed=True
         return self.hidden_MH[packing.places(chosen_BL)]
 
     def scalar_head(self, hidden: Tensor) -> Tensor:
-        """See ``RoleModel.scalar_head``."""
         return functional.linear(hidden, self.head_weight()).squeeze(-1).float()
 
 

@@ -33,7 +33,6 @@ class FsdpKind(EngineKind):
     offers = frozenset({*ABILITIES, SECTION})
 
     def ranks_with_same_rows(self, config: Any, name: str, ranks: int) -> int:
-        """See ``EngineKind.ranks_with_same_rows``."""
         return sequence_parallel_size(config, name, ranks)
 
     def rules(self, config: Any) -> Iterator[Finding]:
@@ -61,7 +60,6 @@ class FsdpKind(EngineKind):
         )
 
     def update_bytes(self, config: Any, name: str, facts: ModelFacts | None, model: Any) -> int | None:
-        """See ``EngineKind.update_bytes``."""
         if _ranks(config, name) == 1:
             return cast_weights(config, facts, model)
         section = self.section_of(config, name)

@@ -92,7 +92,6 @@ class VLLMKind(RolloutKind):
         return dtype if written else config.actor_rollout_ref.model.compute_dtype
 
     def settled(self, config: Any) -> dict[str, Any]:
-        """See ``RolloutKind.settled``."""
         return {
             "dtype": self.dtype(config),
             "enforce_eager": enforce_eager(config),
@@ -100,7 +99,6 @@ class VLLMKind(RolloutKind):
         }
 
     def policy_changing_keys(self, config: Any) -> list[str]:
-        """See ``RolloutKind.policy_changing_keys``."""
         return [name for name in extra_sampling(config) if _SAMPLING[name].changes_policy]
 
     def forbids_growing_segments(self, config: Any) -> bool:

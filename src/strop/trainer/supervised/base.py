@@ -217,23 +217,19 @@ class SupervisedRun(Run):
         super().__init__(trainer)
 
     def start(self) -> None:
-        """See ``Run.start``."""
         self.trainer.prepare(self.folder.path)  # before a checkpoint replaces the model as it was loaded
         super().start()
         if not self.settings.val_only:
             self.trainer.keep(self.folder.path)
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Run.state_dict``."""
         return {**super().state_dict(), **self.trainer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Run.load_state_dict``."""
         super().load_state_dict(state)
         self.trainer.load_state_dict(state)
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
-        """See ``Run.one_iteration``."""
         trainer = self.trainer
         started = time.perf_counter()
         with trainer.timer.phase("step"):
