@@ -58,7 +58,7 @@ from strop.engines.torch.sharding import ShardingSettings
 from strop.files import atomic_write_text
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.flex_attention import FLEX
-from strop.models.passes.compiled import why_not_compiled
+from strop.models.passes.compiled import reason_not_compiled
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.rollout.base import RolloutEngine, SamplingParams
@@ -327,7 +327,7 @@ def rightness(device: torch.device) -> Iterator[Comparison]:
     }
     if on_gpu:  # there is nothing to offload on a CPU
         settings["offloaded"] = {"offload_parameters": True, "offload_moments": True}
-    if on_gpu and not why_not_compiled(device):
+    if on_gpu and not reason_not_compiled(device):
         settings |= {"compiled layers": {"compiled": True}, "FlexAttention": {"attention": FLEX}}
         settings["FlexAttention, selective checkpointing"] = {"attention": FLEX, **selective}
     for (name, options), dtype in itertools.product(settings.items(), ("float32", "bfloat16")):
@@ -712,7 +712,7 @@ class Case:
         self.variant("selective checkpointing", gradient_checkpointing="selective")
         why = "" if on_gpu else "no GPU"
         self.variant("offloaded", why_not=why, offload_parameters=True, offload_moments=True)
-        why = why or why_not_compiled(device)
+        why = why or reason_not_compiled(device)
         self.variant("FlexAttention", why_not=why, attention=FLEX)
         selective = {"attention": FLEX, "gradient_checkpointing": "selective"}
         self.variant("FlexAttention, selective checkpointing", why_not=why, **selective)
