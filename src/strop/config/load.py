@@ -60,7 +60,7 @@ def load_tree(
         config_path: its folder (relative to the current one), or the file itself. The file needs only the
             keys that differ, and no `defaults:` list.
         recipe: name of a shipped recipe, or the path of the user's, which lies below the file.
-        defaults: a command's own defaults, between recipe and file.
+        defaults: keys derived from the data, such as the rows of an iteration, between recipe and file.
         values: keys over the file, as {"trainer.save_freq": 5} or {"trainer": {"save_freq": 5}}; each mapping
             over the one before.
 
@@ -77,7 +77,7 @@ def load_tree(
     file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
     layers = [(f"recipe {recipe}", _plain(read_recipe(recipe, tree.name)))] if recipe is not None else []
-    layers.append(("command", _nested(defaults or {})))
+    layers.append(("derived: from the data", _nested(defaults or {})))
     if file:
         layers.append((f"file {file}", _plain(compose_file(file, groups, tree.name))))
     layers += [("argument", _nested(keys)) for keys in values]
