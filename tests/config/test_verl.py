@@ -83,6 +83,16 @@ def test_keys_that_are_not_needed_are_accepted_and_named_by_reason():
     assert any(mentions(line, "trainer.resume_from_path=old", "resume_mode=resume_path") for line in named)
 
 
+def test_keys_of_the_server_of_verls_reward_model_are_not_those_of_the_rollout():
+    config = load_config(["+reward.reward_model.rollout.engine_kwargs.vllm.swap_space=4"])
+    assert any(mentions(line, "without effect", "engine_kwargs.vllm.swap_space=4") for line in config.notes)
+
+
+def test_a_key_in_the_wrong_section_is_not_taken_for_one_of_verl():
+    [problem] = problems_of("+trainer.use_dynamic_bsz=False")
+    assert mentions(problem, "trainer.use_dynamic_bsz", "unknown key")
+
+
 def test_keys_of_verls_megatron_that_a_run_does_not_need_are_accepted(tmp_path: Path):
     (tmp_path / "own.yaml").write_text("""
 actor_rollout_ref:
