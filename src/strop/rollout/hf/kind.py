@@ -42,8 +42,8 @@ class HFKind(RolloutKind):
         if uses_gpu(config) and not is_small(config.actor_rollout_ref.model.path, _SMALL_ON_A_GPU):
             yield warning(
                 "actor_rollout_ref.rollout.name=hf on a GPU: it launches every operation of a decoding step "
-                "from Python, and the GPU waits for it; install vLLM (pip install 'strop[vllm]') and set it "
-                "to vllm, which replays CUDA graphs"
+                "from Python, and the GPU waits for it; set it to vllm (pip install 'strop[vllm]'), which "
+                "replays CUDA graphs"
             )
 
     def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
