@@ -1,7 +1,6 @@
 """Tensors that stay in the object store until they are read.
 
 A worker's batch stays in Ray's object store, and the driver holds ``RemoteTensor``s, which behave like
-from strop.torch_private import wrapper
 tensors: selecting, joining and sending rows only records references, and the first other operation fetches
 the bytes. So a column that the driver never computes with never passes through it.
 """

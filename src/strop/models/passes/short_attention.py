@@ -4,7 +4,6 @@ torch's kernel for CPUs works on blocks that are larger than such sequences, is 
 float32, and computes scores a second time in its backward pass. Here scores and their softmax are float32;
 probabilities, kept for the backward pass, and gradients are rounded to bfloat16 for the products.
 
-from strop.torch_private import multiplies_bfloat16, softmax_backward
 Shapes: S sequences of K keys with T queries each, Q query heads, G key-value heads, R = Q / G, D head size.
 """
 
