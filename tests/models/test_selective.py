@@ -6,6 +6,7 @@ import families
 import pytest
 import torch
 import torch.nn.attention.varlen
+from torch._higher_order_ops.flex_attention import flex_attention
 
 from strop.models import base
 from strop.models.policy import PolicyModel
@@ -44,6 +45,10 @@ def test_each_operator_of_a_step_is_classified(family, packed, monkeypatch):
     assert {"aten::mm", attention, *(["aten::_grouped_mm"] if family == "Mixtral" else [])} <= kept
     undecided = met - kept - {f"aten::{name}" for name in RECOMPUTED.split()}
     assert not undecided, f"add {undecided} to KEPT_OPERATORS, or here to RECOMPUTED"
+
+
+def test_flex_attention_is_kept_where_torch_does_not_compile_it():
+    assert flex_attention.name() in base.KEPT_OPERATORS
 
 
 def test_every_product_and_attention_of_torch_is_in_the_table():

@@ -57,6 +57,7 @@ KEPT_OPERATORS = frozenset(
         *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
         *("flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward"),
         "inductor_compiled_code",  # of compiled regions, FlexAttention is the one that is an operator
+        "flex_attention",  # where it is not compiled
     }
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention kernels."""
