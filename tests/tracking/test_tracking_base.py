@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from typing import ClassVar
 
 import numpy as np
@@ -158,4 +159,15 @@ def test_unknown_names_are_refused_before_anything_is_built(track, tmp_path):
 def test_a_missing_package_names_the_extra(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(MissingExtraError, match=naming(f"'strop[{name}]'")):
+        resolve_tracker(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")],
+)
+def test_an_installed_package_that_cannot_be_imported_is_an_error_before_the_run(name, module, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=naming(f"trainer.logger={name!r}")):
         resolve_tracker(name)

@@ -247,6 +247,9 @@ class MlflowTracker(ServiceTracker):
 class TensorboardTracker:
     """TensorBoard: event files in ``<run folder>/tensorboard``; a resume after step k hides later steps."""
 
+    package = "torch.utils.tensorboard"
+    """Imports the package ``tensorboard``."""
+
     def __init__(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -140,9 +141,13 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
     """
     if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
         raise MissingExtraError(name, name, f"trainer.logger {name!r}")
-    # an installed package that does not work
     with raised_as(ConfigError, f"trainer.logger={name!r} cannot be imported", ImportError):
-        return load_backend(TRACKERS[name]) if name in TRACKERS else resolve(name, TRACKERS, "trainer.logger")
+        found = (
+            load_backend(TRACKERS[name]) if name in TRACKERS else resolve(name, TRACKERS, "trainer.logger")
+        )
+        if name in OPTIONAL_PACKAGES:  # here, before a model is loaded: an installed package may not work
+            importlib.import_module(getattr(found, "package", name))
+        return found
 
 
 def _as_number(name: str, value: Any) -> int | float:
