@@ -144,7 +144,7 @@ def test_a_tracker_that_does_not_start_is_an_error_and_closes_the_others(track, 
 
 
 def test_unknown_names_are_refused_before_anything_is_built(track, tmp_path):
-    with pytest.raises(ConfigError, match=naming("'wandbb'", "'wandb'", "console")):
+    with pytest.raises(ConfigError, match=naming("'wandbb'", "mean wandb?", "console")):
         track(tmp_path / "run", [f"{__name__}:Recorder", "wandbb"])
     assert not Recorder.built
     assert not (tmp_path / "run").exists()
