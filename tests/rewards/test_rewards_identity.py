@@ -13,12 +13,13 @@ import pytest
 from strop.rewards.identity import fingerprint
 
 PROGRAM = """
-import dataclasses, enum, functools, math, os, re
+import dataclasses, datetime, enum, functools, math, os, re, zoneinfo
 import numpy as np
 import my_helper
 
 SCALE, PATTERN, TABLE = 2.0, re.compile("a+"), {"x": [1, {"p", "q", "r"}]}
 WEIGHTS = np.array([1.0, 2.0])
+NOON = datetime.datetime(2024, 1, 1, 12, tzinfo=zoneinfo.ZoneInfo("UTC"))
 
 class Kind(enum.Enum):
     GOOD = 1
@@ -55,7 +56,7 @@ def others(response, *, kind=Kind.GOOD):
     def inner():
         from my_package.inside import value
         return value(response)
-    return my_helper.NUMBER * WEIGHTS[0] + TABLE["x"][0] + inner() + len(os.environ)
+    return my_helper.NUMBER * WEIGHTS[0] + TABLE["x"][0] + inner() + len(os.environ) + NOON.timestamp()
 
 def train(function, **settings):
     return function
@@ -111,6 +112,7 @@ def fingerprints(program):
         ("n=1)", "n=2)", ("length", "part", "plain", "scorer")),
         ('{"p", "q", "r"}', '{"p", "q"}', ("others",)),
         ("[1.0, 2.0]", "[1.0, 2.5]", ("others",)),
+        ('ZoneInfo("UTC")', 'ZoneInfo("Etc/GMT-1")', ("others",)),
         ("GOOD = 1", "GOOD = 2", ("others",)),
         ("factor: float = 3.0", "factor: float = 4.0", ("bound", "judge")),
         ("return len(response)", "return -len(response)", ("bound", "judge")),

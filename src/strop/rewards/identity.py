@@ -31,7 +31,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
 
 
 _PLAIN = (str, int, float, complex, bool, bytes, types.NoneType, types.EllipsisType)
-_PICKLED = ("builtins", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re")
+_PICKLED = "builtins", "datetime", "decimal", "enum", "fractions", "functools", "pathlib", "re", "zoneinfo"
 """Modules of the standard library whose objects are described by the state that pickle sees."""
 _IMMUTABLE = (tuple, frozenset, types.CodeType)
 """Whether two equal ones are one object depends on how their module was compiled."""
