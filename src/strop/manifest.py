@@ -11,11 +11,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
-from strop.errors import CheckpointError, raised_as
+from strop.errors import CheckpointError, StropError, raised_as
 from strop.files import atomic_write_text
 
 MANIFEST = "manifest.json"
@@ -93,12 +93,30 @@ def parse(text: str | bytes, where: str) -> Manifest | None:
     if len(manifest) < len(entries):
         return None
     for name in manifest:
-        if not name.isprintable() or "\\" in name or {"", ".", ".."} & set(name.split("/")):
-            raise CheckpointError(
-                f"{where}: {MANIFEST} names {name!r}; expected relative paths below its folder. strop writes "
-                "no such manifest: do not use this checkpoint"
-            )
+        require_below(name, f"{where}: {MANIFEST}", CheckpointError)
     return manifest
+
+
+def require_below(name: str, where: str, kind: type[StropError]) -> str:
+    """Return ``name``; raise ``kind`` unless it is a relative path that stays below its folder.
+
+    For every name from elsewhere that is joined to a folder: of archives, buckets, manifests, indexes of
+    weights and saved data sets. ``where`` is what names it, for the error.
+    """
+    if not name.isprintable() or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+        raise kind(
+            f"{where} names {name!r}; expected a relative path below its folder, without . or .. in it"
+        )
+    return name
+
+
+def digest_of_arrays(arrays: Mapping[str, Any]) -> str:
+    """Return the XXH3-128 over names, dtypes, shapes and content of contiguous numpy arrays, in hex."""
+    digest = new_digest()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array)
+    return digest.hexdigest()
 
 
 def _entry(value: object) -> Entry | None:

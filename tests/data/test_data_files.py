@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import io
+import json
+import logging
+import tarfile
+import zipfile
 from pathlib import Path
 
 import fsspec
+import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from strop.data.fetch import local_path
-from strop.errors import DataError
+from strop.data.sources import read_table
+from strop.errors import CheckpointError, DataError
 from strop.files import atomic_path
+from strop.manifest import covering, require_unchanged
 
 from messages import naming
 
@@ -82,6 +90,99 @@ def test_a_download_that_fails_midway_leaves_nothing_and_can_be_repeated(memory_
             local_path("memory://models/m", tmp_path)
     assert below(tmp_path) == ["downloads"]
     assert below(local_path("memory://models/m", tmp_path)) == ["a.bin", "b.bin"]
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+@pytest.mark.parametrize("read", [local_path, read_table])
+def test_an_archive_writes_nothing_outside_its_folder(tmp_path, kind, read):
+    """Joined to the folder of the download, the name is that of a file of the user."""
+    victim = tmp_path / "cache" / "victim.txt"
+    victim.parent.mkdir()
+    victim.write_text("mine")
+    archive = tmp_path / f"a.{kind}"
+    names = ["train.jsonl", "../../../victim.txt"]
+    if kind == "zip":
+        with zipfile.ZipFile(archive, "w") as file:
+            for name in names:
+                file.writestr(name, "theirs")
+    else:
+        with tarfile.open(archive, "w") as file:
+            for name in names:
+                entry = tarfile.TarInfo(name)
+                entry.size = 6
+                file.addfile(entry, io.BytesIO(b"theirs"))
+    with pytest.raises(DataError, match=naming(str(archive), "'root/../../../victim.txt'")):
+        read(f"{kind}://::file://{archive}", cache_dir=tmp_path / "cache")
+    assert victim.read_text() == "mine"
+    assert not [path for path in below(tmp_path / "cache") if path.endswith(".jsonl")]
+
+
+def test_a_bucket_writes_nothing_outside_its_folder(memory_fs, tmp_path):
+    memory_fs.pipe("/bucket/data/train.jsonl", b"{}")
+    # object stores take any key; pipe() would resolve it
+    memory_fs.store["/bucket/data/../../../victim"] = memory_fs.store["/bucket/data/train.jsonl"]
+    (tmp_path / "victim").write_text("mine")
+    with pytest.raises(DataError, match=naming("memory://bucket/data", "'data/../../../victim'")):
+        local_path("memory://bucket/data", tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_the_name_in_a_url_is_checked_too(memory_fs, tmp_path, monkeypatch):
+    memory_fs.pipe("/bucket/a", b"theirs")
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: (memory_fs, "bucket/.."))
+    monkeypatch.setattr(memory_fs, "info", lambda path: {"name": "/bucket/a", "type": "file", "size": 6})
+    with pytest.raises(DataError, match=naming("'..'")):
+        local_path("other://bucket/..", tmp_path)
+    assert below(tmp_path) == ["downloads"]
+
+
+def test_a_saved_data_set_reads_nothing_outside_its_folder(tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    with pa.ipc.new_stream(str(tmp_path / "secret.arrow"), pa.schema({"a": pa.int64()})) as stream:
+        stream.write_table(pa.table({"a": [1]}))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../secret.arrow"}]}))
+    with pytest.raises(DataError, match=naming("state.json", "'../secret.arrow'")):
+        read_table(folder)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "longer", "absent"])
+def test_a_damaged_download_is_replaced(memory_fs, tmp_path, caplog, downloads, damage):
+    memory_fs.pipe("/data/set/train.csv", b"prompt,answer\nq,1\n")
+    copy = local_path("memory://data/set", tmp_path) / "train.csv"
+    whole = copy.read_bytes()
+    if damage == "absent":
+        copy.unlink()
+    else:
+        copy.write_bytes({"flipped": whole.replace(b"1", b"0"), "longer": whole + b"q,2\n"}[damage])
+    downloads.clear()
+    with caplog.at_level(logging.WARNING):
+        assert (local_path("memory://data/set", tmp_path) / "train.csv").read_bytes() == whole
+    assert downloads == ["/data/set/train.csv"]
+    assert "set/train.csv" in caplog.text
+    assert local_path("memory://data/set", tmp_path) == copy.parent
+    assert len(downloads) == 1
+
+
+def test_weights_are_compared_by_size_and_their_digests_are_there_for_those_who_load_them(
+    memory_fs, tmp_path, downloads
+):
+    memory_fs.pipe("/models/m/model.safetensors", b"weights")
+    memory_fs.pipe("/models/m/config.json", b"{}")
+    folder = local_path("memory://models/m", tmp_path)
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    assert local_path("memory://models/m", tmp_path) == folder
+    with pytest.raises(CheckpointError, match=naming("model.safetensors")):
+        require_unchanged(str(folder), folder, covering(folder))
+    (folder / "model.safetensors").write_bytes(b"short")
+    local_path("memory://models/m", tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_data_file_may_be_called_as_the_manifest_is(memory_fs, tmp_path):
+    memory_fs.pipe("/bucket/manifest.json", b'[{"a": 1}]')
+    for _ in range(2):
+        assert local_path("memory://bucket/manifest.json", tmp_path).read_bytes() == b'[{"a": 1}]'
 
 
 def test_what_cannot_be_found_is_named(memory_fs, tmp_path):

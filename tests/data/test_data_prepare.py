@@ -9,6 +9,7 @@ import types
 import pyarrow.parquet as pq
 import pytest
 
+from strop.data.sources import read_records, read_table
 from strop.errors import DataError, MissingExtraError
 from strop.prepare import DATASETS, Prepared, prepare
 from strop.prepare.maths import boxed_answer, final_number
@@ -29,6 +30,17 @@ def gsm(number: int):
 
 def rows_of(path):
     return pq.read_table(path).to_pylist()
+
+
+def test_a_flipped_bit_in_a_prepared_file_is_found(tmp_path):
+    write_jsonl(tmp_path / "raw" / "train.jsonl", [gsm(7), gsm(8)])
+    path = prepare("gsm8k", tmp_path / "raw", tmp_path / "out")["train"].path
+    content, column = path.read_bytes(), pq.ParquetFile(path).metadata.row_group(0).column(0)
+    place = column.dictionary_page_offset + column.total_compressed_size - 1
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for read in (read_table, lambda path: list(read_records(path))):
+        with pytest.raises(DataError, match=naming(str(path), "CRC")):
+            read(path)
 
 
 def test_gsm8k_rows_have_the_schema_of_the_reference(tmp_path):

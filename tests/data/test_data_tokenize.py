@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import threading
 
+import numpy as np
 import pytest
 
 import strop.data.tokenize as tokenize_module
@@ -131,15 +132,23 @@ def test_a_template_that_writes_the_date_is_not_served_from_yesterday(make_token
     assert tokenizer_fingerprint(plain) == today[1]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "text", "rows"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "text", "rows", "other", "dtype", "offsets"])
 def test_a_damaged_cache_is_replaced(damage, write, tokenizer, tmp_path, caplog):
     table = read_prompt_table(write("a.parquet", prompt=[f"w{i}" for i in range(30)]))
     cache = tmp_path / "cache"
     whole = as_lists(tokenize_table(table, tokenizer, cache_dir=cache))
     (stored,) = (cache / "tokens").iterdir()
     content = stored.read_bytes()
-    if damage == "rows":
-        other = read_prompt_table(write("b.parquet", prompt=["w1"]))
+    if damage in ("dtype", "offsets"):  # valid archives
+        arrays = dict(np.load(stored))
+        if damage == "dtype":
+            arrays["ids"] = arrays["ids"].astype(np.float64)
+        else:
+            arrays["offsets"][1] += 1
+        np.savez(stored, **arrays)
+    elif damage in ("rows", "other"):
+        prompts = ["w1"] if damage == "rows" else [f"w{i + 1}" for i in range(30)]
+        other = read_prompt_table(write("b.parquet", prompt=prompts))
         tokenize_table(other, tokenizer, cache_dir=tmp_path / "other")
         (donor,) = (tmp_path / "other" / "tokens").iterdir()
         stored.write_bytes(donor.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,6 +64,22 @@ def test_weights_that_transformers_renames_or_fuses_are_read_singly(tmp_path, fa
     _, source = defer_causal_lm(tmp_path)
     assert source.readable
     assert all(torch.equal(source.read(name), weight) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("load", [defer_causal_lm, load_causal_lm])
+def test_an_index_names_no_file_outside_its_folder(tmp_path, index, load):
+    folder = tiny_model.save(tmp_path / "model", hidden=32)
+    weights = load_file(folder / "model.safetensors")
+    if "safetensors" in index:
+        (folder / "model.safetensors").rename(tmp_path / "outside")
+    else:
+        torch.save(weights, tmp_path / "outside")
+        (folder / "model.safetensors").unlink()
+    content = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "../outside")}
+    (folder / index).write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=naming(index, "'../outside'")):
+        load(folder)
 
 
 def test_a_deferred_model_has_the_buffers_of_the_file(tmp_path, monkeypatch):

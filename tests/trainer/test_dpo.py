@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from strop.cli.main import main
@@ -118,6 +121,32 @@ def test_a_resume_computes_no_reference_again(inputs, trained, tmp_path, passes)
     resumed = train("dpo", [*options, "trainer.total_training_steps=6", "trainer.resume_mode=auto"])
     assert passes == []
     assert resumed.global_step == 6
+
+
+@pytest.mark.parametrize("damage", ["flipped", "dtype", "doubled", "earlier"])
+def test_a_damaged_reference_is_computed_again(inputs, tmp_path, passes, caplog, damage):
+    options = overrides(inputs, tmp_path, "trainer.save_freq=2", "data.val_files=[]")
+    train("dpo", options)
+    whole = load_file(tmp_path / CACHE)
+    with safe_open(tmp_path / CACHE, framework="pt") as file:
+        metadata = file.metadata()
+    changed = {name: column.clone() for name, column in whole.items()}
+    if damage == "flipped":
+        changed["ref_chosen_log_prob"].view(torch.int32)[3] ^= 1 << 22
+    elif damage == "earlier":  # a file without a digest
+        changed["ref_chosen_log_prob"][3] += 1
+        metadata.pop("digest", None)
+    else:
+        change = {"dtype": torch.Tensor.bfloat16, "doubled": lambda column: column.repeat_interleave(2)}
+        changed = {name: change[damage](column).contiguous() for name, column in changed.items()}
+    save_file(changed, tmp_path / CACHE, metadata=metadata)
+    passes.clear()
+    with caplog.at_level(logging.WARNING):
+        train("dpo", [*options, "trainer.total_training_steps=6", "trainer.resume_mode=auto"])
+    assert sum(passes) == 24
+    assert CACHE in caplog.text
+    now = load_file(tmp_path / CACHE)
+    assert all(torch.equal(now[name], column) for name, column in whole.items())
 
 
 def test_only_pairs_that_the_run_visits_get_a_reference(inputs, tmp_path, passes):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -88,6 +89,20 @@ def test_a_checkpoint_of_either_kind_is_a_model_that_transformers_loads(saved, t
     loaded = AutoModelForSequenceClassification.from_pretrained(critic, dtype="auto")
     assert_equal(loaded.state_dict(), then["critic"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor", "critic"]
+
+
+@pytest.mark.parametrize("base", ["memory://models/base", "zip://::file:///tmp/x.zip"])
+def test_the_base_of_an_adapter_is_no_url(tmp_path, capsys, monkeypatch, base):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # the cache of downloads
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    assert main(["export", str(adapter), "--merge", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert mentions(said, "base_model_name_or_path", base, "local folder", "hub")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "home").exists()
 
 
 def test_there_is_nothing_to_merge_in_a_model(saved, tmp_path):

@@ -145,7 +145,7 @@ def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda n
     remote = remote.rstrip("/")
     files = {name: entry for name, entry in read_manifest(url).items() if wanted(name)}
     with raised_as(CheckpointError, f"{url} cannot be downloaded"):
-        copy_files(fs, {f"{remote}/{name}": target / name for name in files})
+        copy_files(fs, {f"{remote}/{name}": name for name in files}, target, url)
     require_unchanged(url, target, files, remedy="; copy the checkpoint again, or use another one")
     return files
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -22,8 +23,11 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from strop import manifest
 from strop.config.paths import expand, is_url
-from strop.errors import DataError
+from strop.errors import CheckpointError, DataError, StropError
+
+logger = logging.getLogger("strop.data")
 
 DEFAULT_CACHE_DIR = "~/.cache/strop"
 # File systems report a file's version under different names; any of these changes with its content.
@@ -31,6 +35,7 @@ _VERSION_FACTS = (
     "size", "mtime", "created", "ETag", "etag", "LastModified", "last_modified",
     "checksum", "md5Hash", "version_id",
 )  # fmt: skip
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 Advance = Callable[[int], None]
@@ -63,9 +68,12 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
     A path without a scheme is returned with ``~`` expanded; it need not exist (it may be a model name on a
     hub). A URL is downloaded below ``cache_dir/downloads``, once per version of its content as reported by
     the file system (sizes, times, entity tags). The copy appears by a rename and under a lock, so a failed
-    download leaves nothing, and other processes wait for the first one instead of downloading again.
+    download leaves nothing, and other processes wait for the first one instead of downloading again. A copy
+    that is not what was downloaded is replaced; weights are compared by size only, and by digest where they
+    are loaded, as processes share that work.
 
-    Raises :class:`DataError` when the URL cannot be found, read or written.
+    Raises :class:`DataError` when the URL cannot be found, read or written, or lists a name that leads out of
+    the folder.
     """
     if not is_url(url):
         return Path(expand(url))
@@ -84,23 +92,46 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
     with _io_errors(url):
         downloads.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not folder.exists():
+            if not (folder.exists() and _is_unchanged(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
                 # renamed when it is complete: a folder with the final name is a whole one
                 partial = folder.with_name(f"{folder.name}.partial")
                 shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
                 try:
-                    copy_files(fs, {info["name"]: partial / name / path for path, info in files.items()})
+                    # buckets may list a folder itself, with a slash at the end
+                    names = {info["name"]: f"{name}/{path}".rstrip("/") for path, info in files.items()}
+                    copy_files(fs, names, partial, url)
+                    if name != manifest.MANIFEST:  # a data file may have this name
+                        manifest.write(partial, manifest.describe(partial))
                     partial.rename(folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
     return folder / name
 
 
-def copy_files(fs: Any, files: Mapping[str, Path]) -> None:
-    """Copy remote paths of ``fs`` to local paths, with a progress bar in bytes."""
+def _is_unchanged(folder: Path) -> bool:
+    try:
+        found = manifest.covering(folder)
+        manifest.require_sizes(str(folder), found, manifest.sizes(folder, found))
+        small = {name: entry for name, entry in found.items() if not name.endswith(_WEIGHTS)}
+        manifest.require_unchanged(str(folder), folder, small)
+    except CheckpointError as error:
+        logger.warning("warning: %s: it is downloaded again", error)
+        return False
+    return True
+
+
+def copy_files(fs: Any, files: Mapping[str, str], folder: Path, where: str) -> None:
+    """Copy remote paths of ``fs`` to the given names below ``folder``, with a progress bar in bytes.
+
+    Raises :class:`DataError` before the first copy for a name in ``where`` that leads out of ``folder``.
+    """
+    targets = {
+        remote: folder / manifest.require_below(name, where, DataError) for remote, name in files.items()
+    }
     total = sum(int(fs.info(remote).get("size") or 0) for remote in files)
     with progress_bar("downloading", total) as advance:
-        for remote, target in files.items():
+        for remote, target in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             fs.get_file(remote, str(target), callback=_Bytes(advance))
 
@@ -126,6 +157,8 @@ def _io_errors(url: str) -> Generator[None]:
     """Turn file system errors of the body into a :class:`DataError` that names the URL."""
     try:
         yield
+    except StropError:
+        raise
     except FileNotFoundError as error:
         raise DataError(f"{url}: no such file or folder") from error
     except Exception as error:  # back-ends raise their own types: botocore's, aiohttp's, pyarrow's, OSError

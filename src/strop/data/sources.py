@@ -30,6 +30,7 @@ from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, wit
 from strop.data.fetch import local_path
 from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of
 from strop.errors import DataError, MissingExtraError, raised_as
+from strop.manifest import require_below
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
@@ -85,7 +86,7 @@ def read_table(
             return _saved_table(found)
         kind = _format(found, name)
         if kind == "parquet":
-            return pq.read_table(found)
+            return pq.read_table(found, page_checksum_verification=True)
         with _reading_text(name, found):
             if kind == "csv":
                 return _csv_table(name, found, texts)
@@ -106,7 +107,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             with _reading_text(name, path):
                 batches: Iterable[pa.RecordBatch] = _csv_table(name, path, ()).to_batches(CHUNK_ROWS)
         else:
-            batches = pq.ParquetFile(path).iter_batches()
+            batches = pq.ParquetFile(path, page_checksum_verification=True).iter_batches()
         first_row = 0
         for batch in batches:
             require_readable(name, pa.Table.from_batches([batch]), first_row=first_row)
@@ -295,9 +296,10 @@ def _saved_table(folder: Path) -> pa.Table:
             f"{folder}: expected a data file, found a folder with {found}; a folder must be one of "
             f"`save_to_disk` of the package datasets. Else name its files, which may be a list"
         )
-    files = json.loads((folder / "state.json").read_text())["_data_files"]
-    tables = [pa.ipc.open_stream(pa.memory_map(str(folder / file["filename"]))).read_all() for file in files]
-    return pa.concat_tables(tables)
+    state = folder / "state.json"
+    files = [file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+    paths = [str(folder / require_below(file, str(state), DataError)) for file in files]
+    return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(path)).read_all() for path in paths])
 
 
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:

@@ -34,6 +34,7 @@ from strop.data.fetch import Advance, cache_folder, progress_bar
 from strop.data.prompt_table import PromptTable
 from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
 from strop.files import atomic_path
+from strop.manifest import digest_of_arrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -241,7 +242,8 @@ def _cache_path(
     cache_dir: str | Path,
 ) -> Path:
     key = {
-        "layout": 3,  # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed
+        # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed; 3: no digest
+        "layout": 4,
         "encode": getattr(encode, "__name__", repr(encode)),
         "format": dataclasses.asdict(how),
         "values": _digest(table.table.select([prompt_key])),
@@ -262,13 +264,13 @@ def _digest(table: pa.Table) -> str:
 
 
 def _load(path: Path, rows: int) -> TokenizedPrompts | None:
-    """Return cached ids, or None if there are none or they are damaged (zip has checksums)."""
+    """Return cached ids, or None if there are none or they are not what was written under this name."""
     if not path.exists():
         return None
     try:
         with np.load(path, allow_pickle=False) as stored:
-            found = TokenizedPrompts(stored["ids"], stored["offsets"])
-        if len(found) != rows or found.offsets[-1] != len(found.ids):
+            found, digest = TokenizedPrompts(stored["ids"], stored["offsets"]), str(stored["digest"])
+        if len(found) != rows or digest != _digest_of(path, found):
             raise ValueError("it does not match its data")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("the token cache %s is damaged (%s); tokenizing again", path, error)
@@ -276,9 +278,15 @@ def _load(path: Path, rows: int) -> TokenizedPrompts | None:
     return found
 
 
+def _digest_of(path: Path, tokens: TokenizedPrompts) -> str:
+    """Return a digest of ids and of the file's name, which stands for what they were made from."""
+    return digest_of_arrays({f"{path.stem} ids": tokens.ids, f"{path.stem} offsets": tokens.offsets})
+
+
 def _save(path: Path, tokens: TokenizedPrompts) -> None:
     try:
         with atomic_path(path) as temporary, temporary.open("wb") as handle:
-            np.savez(handle, ids=tokens.ids, offsets=tokens.offsets)
+            digest = np.array(_digest_of(path, tokens))
+            np.savez(handle, ids=tokens.ids, offsets=tokens.offsets, digest=digest)
     except OSError as error:  # a full disk or read-only home only costs time at the next start
         logger.warning("the token cache %s cannot be written: %s", path, error)

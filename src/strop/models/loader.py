@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from strop.config.paths import instead_of_adapter, is_adapter
 from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean, raised_as
+from strop.manifest import require_below
 from strop.models.attention import attention_for, config_parts
 from strop.models.heads import reason_unsupported, scorer_config
 from strop.models.transformers_private import save_under_own_names
@@ -56,6 +57,13 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def _files_of(index: Path) -> set[str]:
+    try:
+        return {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return set()  # loading reports what is wrong
+
+
 def import_external_lib(names: str | list[str] | None) -> None:
     """Import packages that register a user's models or tokenizers with transformers."""
     for name in [names] if isinstance(names, str) else names or []:
@@ -76,6 +84,9 @@ def locate(path: str | Path) -> dict[str, Any]:
     if is_adapter(path):
         raise ModelError(instead_of_adapter("model.path", path))
     if path.is_dir() and (path / "config.json").is_file():
+        for index in path.glob("*.index.json"):  # transformers joins what any of them names
+            for file in _files_of(index):
+                require_below(file, str(index), ModelError)
         return {"pretrained_model_name_or_path": str(path)}
     if len(gguf_files) != 1:
         found = f"{len(gguf_files)} .gguf files" if gguf_files else "neither config.json nor a .gguf file"

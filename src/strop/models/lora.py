@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, is_url
 from strop.errors import ConfigError, MissingExtraError, ModelError, raised_as
 from strop.models.deferred import Weights
 
@@ -405,6 +405,15 @@ class _AdaptedSource:
 
 
 def base_of(folder: Path) -> tuple[str, bool]:
-    """Return the path of an adapter's base model, and whether that has a scalar head."""
+    """Return the path of an adapter's base model, and whether that has a scalar head.
+
+    Raises ``ModelError`` for a URL: an adapter from elsewhere would choose what is downloaded.
+    """
     content = json.loads((folder / ADAPTER_CONFIG).read_text())
-    return str(content.get("base_model_name_or_path") or ""), content.get("task_type") == "SEQ_CLS"
+    base = str(content.get("base_model_name_or_path") or "")
+    if is_url(base):
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={base!r}; expected a local folder or a name "
+            "on the hub. Copy the base model to this machine, and name its folder there"
+        )
+    return base, content.get("task_type") == "SEQ_CLS"

@@ -100,7 +100,8 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
         reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
         raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
     with atomic_path(path) as temporary:
-        pq.write_table(table_of(f"split {split}", rows), temporary)
+        # readers compare them: a flipped bit in a text would be trained on
+        pq.write_table(table_of(f"split {split}", rows), temporary, write_page_checksum=True)
     return Prepared(path, len(rows))
 
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Generic, Literal
 from strop import ranks
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
-from strop.config.paths import expand, is_url
 from strop.config.schema import Config
 from strop.config.trees import Root
 from strop.controller.group import Dispatch, register
@@ -106,8 +105,8 @@ class Worker(Generic[Root]):
             return None
         base, folder = model.path, model.lora_adapter_path
         return LoraSettings(
-            # adapter_config.json names the base model, wherever the folder is loaded from
-            base=base if is_url(base) or is_hub_name(base) else os.path.abspath(expand(base)),
+            # adapter_config.json names the base model, wherever the folder is loaded from; of a URL its copy
+            base=base if is_hub_name(base) else os.path.abspath(local_path(base, self.config.data.cache_dir)),
             rank=model.lora_rank,
             alpha=model.lora_alpha,
             target_modules=model.target_modules,

@@ -2,7 +2,7 @@
 
 The reference is the model that training starts from, so no second model is held. A file has two float32
 numbers for each row of a data set, NaN where they were not needed, and in its metadata the hashes of the
-model that computed them and of the rows.
+model that computed them, of the rows, and of the numbers.
 
 Shapes: N rows of a data set.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.answers import AnsweredDataset
 from strop.files import atomic_path
+from strop.manifest import digest_of_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Reference(NamedTuple):
     def save(self, path: Path) -> None:
         """Write the file, replacing an earlier one in one step."""
         with atomic_path(path) as temporary:
-            save_file(self.columns, temporary, metadata={"model": self.model, "rows": self.rows})
+            content = {"model": self.model, "rows": self.rows, "digest": _digest(self.columns)}
+            save_file(self.columns, temporary, metadata=content)
 
 
 def load(path: Path, *, model: str, rows: str) -> Reference | None:
@@ -55,7 +57,11 @@ def load(path: Path, *, model: str, rows: str) -> Reference | None:
         with safe_open(path, framework="pt") as file:
             found = file.metadata() or {}
             columns = {name: file.get_tensor(name) for name in REFERENCE_INPUTS}
-    except (OSError, SafetensorError) as error:
+        if any(column.dtype != torch.float32 for column in columns.values()):
+            raise ValueError("its dtype is not float32")
+        if found.get("digest") != _digest(columns):
+            raise ValueError("its content is not what was written")
+    except (OSError, ValueError, SafetensorError) as error:
         logger.warning("warning: %s cannot be read (%s): its log-probs are computed again", path, error)
         return None
     if (found.get("model"), found.get("rows")) != (model, rows):
@@ -63,6 +69,10 @@ def load(path: Path, *, model: str, rows: str) -> Reference | None:
         logger.info("%s is of %s: the reference's log-probs are computed again", path, what)
         return None
     return Reference(model, rows, columns)
+
+
+def _digest(columns: dict[str, Tensor]) -> str:
+    return digest_of_arrays({name: column.numpy() for name, column in columns.items()})
 
 
 def complete(
