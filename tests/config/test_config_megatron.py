@@ -123,6 +123,13 @@ def test_keys_of_the_other_back_end_have_no_effect(installed, report):
     assert mentions(line, "strategy=fsdp", "only megatron", "tensor_model_parallel_size=2")
 
 
+def test_the_layout_of_a_reward_model_that_is_off_has_no_effect(installed, report):
+    key = "reward_model.megatron.tensor_model_parallel_size=2"
+    assert any(mentions(line, key, "reward_model.enable=False") for line in report(*MEGATRON, key).warnings)
+    refused = report(*MEGATRON, f"{ACTOR}.megatron.param_offload=True").errors
+    assert not any(mentions(line, "reward_model") for line in refused)
+
+
 def test_the_forecast_of_a_pool_counts_the_layout_and_the_distributed_optimizer(valid, installed, tmp_path):
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 6}
     (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, "vocab_size": 19}))

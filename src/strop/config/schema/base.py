@@ -321,10 +321,16 @@ def rollout_honours(at: At) -> bool:
 S = TypeVar("S", bound=Section)
 
 
-def engine_sections(place: str) -> Callable[[type[S]], type[S]]:
-    """Return a decorator that adds the engines' sections of ``place`` to the class of that section."""
+def engine_sections(place: str, *limits: Limit) -> Callable[[type[S]], type[S]]:
+    """Return a decorator that adds the engines' sections of ``place`` to the class of that section.
+
+    ``limits`` mark them, before the need of their engine.
+    """
     fields: dict[str, Any] = {
-        module.SECTION: (Annotated[module.SECTIONS[place], needs(module.SECTION, level="warning")], ...)
+        module.SECTION: (
+            Annotated[module.SECTIONS[place], *limits, needs(module.SECTION, level="warning")],
+            ...,
+        )
         for module in ENGINES.keys_modules()
         if place in module.SECTIONS
     }

@@ -54,7 +54,7 @@ class RewardModelModelConfig(Section, resumes=SAME):
     """Run Python code that comes with the model."""
 
 
-@engine_sections("reward_model")
+@engine_sections("reward_model", _NO_MODEL)
 class RewardModelConfig(Section, resumes=SAME):
     """The reward model (only with enable), and the reward manager (always)."""
 
