@@ -17,10 +17,10 @@ import pytest
 from rewards_support import none_within
 
 from strop.errors import ConfigError, RewardError
-from strop.rewards.arguments import Sample
+from strop.rewards.arguments import Function, Sample
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer
-from strop.rewards.scorer import Outcome
+from strop.rewards.scorer import Outcome, Scorer
 from strop.rewards.worker.pool import Feed, RewardProcess
 
 from messages import mentions, naming
@@ -431,10 +431,11 @@ def test_garbage_collection_ends_the_process(run_response: Callable[..., Any], r
     assert none_within(running, 20.0)
 
 
-def test_a_function_that_cannot_be_pickled_is_refused_at_once():
+def test_a_function_that_cannot_be_pickled_is_refused_at_once_by_name():
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match=naming("lock")):
-        RewardProcess(lambda **sample: lock)
+    own, part = Function(lambda **sample: lock, "my function"), Function(lambda response: 0, "my part")
+    with pytest.raises(ConfigError, match=naming("my function", "my part", "lock")):
+        RewardProcess(Scorer(own, {"part": part}))
 
 
 @pytest.mark.parametrize(

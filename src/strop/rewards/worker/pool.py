@@ -129,8 +129,10 @@ class RewardProcess:
             self._function = cloudpickle.dumps(self.scorer)
         # Pickling runs user code, which may raise anything.
         except Exception as error:
+            functions = self.scorer.own, *self.scorer.parts.values()
+            names = " or ".join(each.where for each in functions)
             raise ConfigError(
-                f"the reward function {function!r} cannot be pickled for its process ({error}); "
+                f"{names} cannot be pickled for its process ({error}); "
                 "keep open files, locks and models out of it, or load them inside the function"
             ) from error
         self._child: Child | None = None
