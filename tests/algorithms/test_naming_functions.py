@@ -72,7 +72,7 @@ def test_an_optional_parameter_is_passed_when_it_is_available(own_module):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("grop", ("algorithm.adv_estimator='grop'", "'grpo'", "remax")),
+        ("grop", ("algorithm.adv_estimator='grop'", "did you mean grpo", "remax")),
         (":fn", ("algorithm.adv_estimator=':fn' is unknown",)),
         ("module:", ("algorithm.adv_estimator='module:' is unknown",)),
         ("module.", ("algorithm.adv_estimator='module.' is unknown",)),

@@ -24,7 +24,7 @@ from strop.rewards.reward_output import RewardOutput, ScoreCheck
 from strop.rollout.hf import decoding
 from strop.trainer.build import build_trainer
 from strop.trainer.metrics import PhaseTimer
-from strop.trainer.scores import PendingScores, Samples, cancelled_on_error
+from strop.trainer.scores import PendingScores, Samples
 
 import tiny_model
 from messages import mentions, naming
@@ -160,7 +160,7 @@ def test_a_failure_elsewhere_cancels_greedy_scores_too():
         SimpleNamespace(cancel=functools.partial(cancelled.append, name)) for name in ("scores", "greedy")
     )
     samples = Samples(DataProto(), scores, PhaseTimer(), greedy)
-    with pytest.raises(ModelError), cancelled_on_error(samples):
+    with pytest.raises(ModelError), samples.cancelled_on_error():
         raise ModelError("no values today")
     assert sorted(cancelled) == ["greedy", "scores"]
 

@@ -42,7 +42,7 @@ from strop.trainer.metrics import (
     policy_metrics,
     sampler_metrics,
 )
-from strop.trainer.scores import PendingScores, Samples, cancelled_on_error, require_finite
+from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
 from strop.trainer.updates import PendingUpdates, mini_batches
 from strop.trainer.weight_sync import WeightSync
@@ -183,7 +183,7 @@ class PPO:
         sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, self._phases[0])
         greedy = None
         if "baseline_scores" in self._estimator_needs:  # ReMax: the score of the greedy response
-            with cancelled_on_error(sampled.scores):
+            with sampled.scores.cancelled_on_error():
                 # one response each, of which the seed is not used
                 request = self._request(prompts, seeds_PN[:, :1], "greedy", number)
                 greedy = self._start(request, timer, self._phases[1])
@@ -264,7 +264,7 @@ class PPO:
     def _start(self, request: DataProto, timer: PhaseTimer, phase: str) -> _Sampling:
         n, reward_model = request.batch["seeds"].shape[1], self.groups.reward_model
         scores = PendingScores(request, n, self.reward_fn, reward_model, self._score_check)
-        with cancelled_on_error(scores), timer.phase(phase):
+        with scores.cancelled_on_error(), timer.phase(phase):
             call = self.groups.rollout.generate_sequences.start(request, finished=scores.finished)
         return _Sampling(call, scores)
 

@@ -36,7 +36,6 @@ from strop.trainer.metrics import (
 from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
-from strop.trainer.scores import cancelled_on_error
 from strop.trainer.validation import BestValidation, Validator
 from strop.trainer.weight_sync import WeightSync
 
@@ -253,7 +252,7 @@ class RayPPOTrainer:
         iteration = self.global_step + 1
         if self.pipeline is None:
             samples = self.ppo.collect(prompts, iteration)
-            unused = cancelled_on_error(samples)
+            unused = samples.cancelled_on_error()
         else:
             samples = self.pipeline.take(iteration)
             unused = contextlib.nullcontext()  # a checkpoint may need them: see ``ReinforcementRun.fit``

@@ -24,17 +24,22 @@ from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
 
 
-@contextlib.contextmanager
-def cancelled_on_error(scores: PendingScores | Samples) -> Generator[None]:
-    """Cancel scoring if the body raises."""
-    try:
-        yield
-    except BaseException:
-        scores.cancel()
-        raise
+class _Cancellable:
+    def cancel(self) -> None:
+        """Cancel scoring; the scores will not be read."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def cancelled_on_error(self) -> Generator[None]:
+        """Cancel scoring if the body raises."""
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
 
 
-class PendingScores:
+class PendingScores(_Cancellable):
     """Scores of one batch, computed in the background.
 
     Rules score each sample as soon as it is generated; a reward model in another pool works while other
@@ -86,12 +91,11 @@ class PendingScores:
         return attach_scores(batch, self._check(rewards, batch))
 
     def cancel(self) -> None:
-        """Cancel scoring; the scores will not be read."""
         self._rewards.cancel()
 
 
 @dataclass
-class Samples:
+class Samples(_Cancellable):
     """Generated samples with pending scores."""
 
     batch: DataProto
@@ -103,7 +107,6 @@ class Samples:
     """Scores of the greedy response to each prompt, for ReMax."""
 
     def cancel(self) -> None:
-        """Cancel scoring; the scores will not be read."""
         for scores in (self.scores, self.greedy_scores):
             if scores is not None:
                 scores.cancel()

@@ -32,7 +32,7 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
-from strop.trainer.scores import PendingScores, cancelled_on_error, with_equal_columns
+from strop.trainer.scores import PendingScores, with_equal_columns
 from strop.trainer.seeds import sample_seeds
 
 
@@ -193,7 +193,7 @@ class Validator:
             prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
             seeds_PN = sample_seeds(self._seed, "validation", number, len(prompts), self._n)
             scores = PendingScores(prompts, self._n, self._reward_fn, self._reward_model, check)
-            with cancelled_on_error(scores):
+            with scores.cancelled_on_error():
                 finished = scores.finished
                 if progress is not None:
                     finished = _counting(progress, done, finished)
