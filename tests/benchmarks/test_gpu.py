@@ -52,11 +52,12 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     assert "WRONG" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "note"),
     [
         (RuntimeError("no | kernel\nmore"), "failed: RuntimeError: no / kernel"),
-        pytest.param(gpu.torch.cuda.OutOfMemoryError("no memory"), "out of memory", marks=pytest.mark.slow),
+        (gpu.torch.cuda.OutOfMemoryError("no memory"), "out of memory"),
     ],
 )
 def test_a_case_that_fails_is_a_row_and_every_row_is_on_disk(monkeypatch, tmp_path, error, note):
