@@ -56,11 +56,11 @@ ABILITIES = {
     "layers_of_transformers": "computes with the layers of transformers",
     "supervised": "trains on given answers",
 }
-"""What only some engines do, in words for errors."""
+"""Abilities that only some engines have, in words for errors."""
 
 
 class Kind:
-    """What the configuration has to know of a back-end."""
+    """Facts about a back-end that the configuration needs."""
 
     package: ClassVar[str | None] = None
     """Package that must be installed."""
@@ -69,8 +69,7 @@ class Kind:
     install: ClassVar[str] = ""
     """Way to install it, in words."""
     offers: frozenset[str]
-    """What some back-ends only do: of an engine abilities (``ABILITIES``) and the name of its section, of a
-    rollout the keys that it honours."""
+    """Abilities of an engine (``ABILITIES``) and the name of its section; keys that a rollout honours."""
 
     @property
     def installed(self) -> bool:
@@ -145,7 +144,7 @@ class RolloutKind(Kind):
     shared: ClassVar[str | None] = None
     """"module:class" of the rollout that generates on the actor's own module; None: a copy is needed."""
     remedy: ClassVar[str] = "lower data.max_response_length"
-    """What makes its memory smaller, in words."""
+    """Way to make its memory smaller, in words."""
     offers: frozenset[str] = frozenset()
 
     def suits(self, device: str, model_path: str) -> tuple[bool, str]:

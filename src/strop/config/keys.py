@@ -58,7 +58,7 @@ class Key:
     """Markers of the sections above it, then its own."""
     required: Required | None
     resumes: Resumes | None = None
-    """What a resume requires of its value; None for a section."""
+    """Requirement of a resume on its value; None for a section."""
     names_files: bool = False
     """Its value names files or folders; equal contents are the same value, wherever they are."""
 

@@ -1,4 +1,4 @@
-"""What a run does, for the command line and for Python: check, train, restart after a worker's failure.
+"""Steps of a run, for the command line and for Python: check, train, restart after a worker's failure.
 
 Configuration errors are raised before torch is imported.
 """

@@ -62,20 +62,18 @@ def trainer_forecast(config: Config, plan: BatchPlan, *, pool: str | None = None
 def resident_weights(config: Config, pool: str | None = None) -> dict[str, int | None]:
     """Return the bytes of one rank's models of ``pool`` (None: of all), with what their training keeps."""
     trains, policy = not config.trainer.val_only, config.actor_rollout_ref.model.path
-    trained, more = ("weights, gradients, AdamW" if trains else "weights"), trains and uses_reference(config)
-    models = {
-        "actor": (f"actor: {trained}", policy, trains, True),
-        "ref": ("reference: weights", policy, False, more and not reference_is_the_actor(config)),
-        "critic": (f"critic: {trained}", config.critic.model.path, trains, uses_critic(config) and trains),
-        "reward_model": (
-            *("reward model: weights", config.reward_model.model.path),
-            *(False, config.reward_model.enable),
-        ),
-    }
+    kept = "weights, gradients, AdamW" if trains else "weights"
+    models = [("actor", f"actor: {kept}", policy, trains)]
+    if uses_reference(config) and not reference_is_the_actor(config):
+        models.append(("ref", "reference: weights", policy, False))
+    if uses_critic(config):
+        models.append(("critic", f"critic: {kept}", config.critic.model.path, True))
+    if config.reward_model.enable:
+        models.append(("reward_model", "reward model: weights", config.reward_model.model.path, False))
     return {
         words: engine_of(config, name).bytes(config, name, read_model_facts(path), trains=is_trained)
-        for name, (words, path, is_trained, is_present) in models.items()
-        if is_present and _is_in(config, name, pool)
+        for name, words, path, is_trained in models
+        if _is_in(config, name, pool)
     }
 
 
@@ -89,21 +87,12 @@ def supervised_forecast(config: SupervisedConfig) -> Forecast:
         size = MicroBatchSize(max_tokens=update.max_token_len_per_gpu)
     else:
         size = MicroBatchSize(rows=(update.micro_batch_size_per_gpu or rows) * sequences)
-    tokens, has_logits = (
-        _tokens_at_once(ForwardPlan(rows, size), length),
-        not isinstance(config, RewardModellingConfig),
-    )
-    held = engine_of(config, "update").bytes(
-        config, "update", read_model_facts(config.model.path), trains=True
-    )
-    return Forecast(
-        {"model: weights, gradients, AdamW": held},
-        {
-            "update: activations, logits": _update(
-                config, "update", config.model, tokens, has_logits=has_logits
-            )
-        },
-    )
+    tokens = _tokens_at_once(ForwardPlan(rows, size), length)
+    has_logits = not isinstance(config, RewardModellingConfig)
+    facts = read_model_facts(config.model.path)
+    held = engine_of(config, "update").bytes(config, "update", facts, trains=True)
+    size_of_pass = _update(config, "update", config.model, tokens, has_logits=has_logits)
+    return Forecast({"model: weights, gradients, AdamW": held}, {"update: activations, logits": size_of_pass})
 
 
 def _update(

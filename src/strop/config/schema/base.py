@@ -147,7 +147,7 @@ class Section(BaseModel):
     )
 
     resumes: ClassVar[Resumes | None] = None
-    """What a resume requires of fields without a marker of their own."""
+    """Requirement of a resume on fields without a marker."""
 
     def __init_subclass__(cls, *, resumes: Resumes | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -1,4 +1,4 @@
-"""What the configuration has to know of strategy ``megatron``: layouts over ranks by megatron-core."""
+"""Facts about strategy ``megatron`` that the configuration needs: layouts over ranks by megatron-core."""
 
 from __future__ import annotations
 

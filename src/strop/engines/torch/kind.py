@@ -1,4 +1,4 @@
-"""What the configuration has to know of strategy ``fsdp``: one process, or FSDP2 over several."""
+"""Facts about strategy ``fsdp`` that the configuration needs: one process, or FSDP2 over several."""
 
 from __future__ import annotations
 

@@ -193,15 +193,15 @@ class RewardProcess:
 
 @dataclass(slots=True)
 class _Request:
-    """What a process scores in one call: a sample, or all samples of a batch."""
+    """One call of a process: a sample, or all samples of a batch."""
 
     token: str
-    """What the answers must have."""
+    """Identifies the answers."""
     numbers: list[int]
     contents: list[bytes]
     """The pickled samples."""
     answers: list[Outcome] = field(default_factory=list)
-    """Those that came; fewer than ``numbers``."""
+    """Outcomes received so far; fewer than ``numbers`` until the last."""
     deadline: float | None = None
     """None while it waits in the process for one before it."""
     is_alone: bool = False

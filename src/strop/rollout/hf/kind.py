@@ -1,4 +1,4 @@
-"""What the configuration has to know of rollout ``hf``."""
+"""Facts about rollout ``hf`` that the configuration needs."""
 
 from __future__ import annotations
 

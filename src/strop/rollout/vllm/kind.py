@@ -1,4 +1,4 @@
-"""What the configuration has to know of rollout ``vllm``."""
+"""Facts about rollout ``vllm`` that the configuration needs."""
 
 from __future__ import annotations
 
@@ -73,10 +73,8 @@ class VLLMKind(RolloutKind):
                 "their defaults, or set trainer.async_steps=1"
             )
         sampler, trainer = self.dtype(config), config.actor_rollout_ref.model.compute_dtype
-        computed, actor = (
-            {"auto": "bfloat16" if uses_gpu(config) else "float32"},
-            config.actor_rollout_ref.actor,
-        )
+        computed = {"auto": "bfloat16" if uses_gpu(config) else "float32"}
+        actor = config.actor_rollout_ref.actor
         corrected = actor.rollout_is is not None or actor.use_rollout_log_probs
         if computed.get(sampler, sampler) != computed.get(trainer, trainer) and not corrected:
             yield warning(
@@ -199,10 +197,8 @@ def tensor_parallel_size(config: Any) -> int:
 
     Raises ``ConfigError`` if the written size does not divide them.
     """
-    size, placement = (
-        config.actor_rollout_ref.rollout.tensor_model_parallel_size,
-        Placement.from_config(config),
-    )
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    placement = Placement.from_config(config)
     ranks = placement.ranks(placement.rollout_role)
     if not is_written(config, f"{_ROLLOUT}.tensor_model_parallel_size"):
         return size if ranks % size == 0 and uses_gpu(config) else 1
