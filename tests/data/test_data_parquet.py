@@ -33,12 +33,12 @@ def test_nested_values_become_plain_python(write):
     assert type(row["extra_info"]["tags"]) is list
 
 
-def test_files_with_different_extra_columns_are_joined_with_nulls(write):
+def test_files_with_different_extra_columns_are_joined_and_rows_keep_their_own_keys(write):
     a = write("a.parquet", [{"prompt": "a", "extra_info": {"x": 1}}])
     b = write("b.parquet", [{"prompt": "b", "extra_info": {"y": "z"}, "level": "hard"}])
     table = read_prompt_table([a, b])
-    assert table.row(0) == {"prompt": "a", "extra_info": {"x": 1, "y": None}, "level": None}
-    assert table.row(1) == {"prompt": "b", "extra_info": {"x": None, "y": "z"}, "level": "hard"}
+    assert table.row(0) == {"prompt": "a", "extra_info": {"x": 1}, "level": None}
+    assert table.row(1) == {"prompt": "b", "extra_info": {"y": "z"}, "level": "hard"}
 
 
 def test_files_that_cannot_be_read_are_named(write, tmp_path):

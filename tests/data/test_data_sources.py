@@ -14,10 +14,11 @@ import pytest
 
 from strop.config.paths import HubSplit, hub_split
 from strop.data.control_tokens import PromptError, control_tokens
-from strop.data.prompt_table import require_columns
+from strop.data.prompt_table import read_prompt_table, require_columns, with_ground_truths
 from strop.data.prompts import PromptFormat, encode_prompts
+from strop.data.records import to_rows
 from strop.data.rl_dataset import RLHFDataset
-from strop.data.sources import Rows, read_table
+from strop.data.sources import Rows, iterate, read_table
 from strop.errors import DataError, ModelError
 from strop.prepare import prepare
 
@@ -116,11 +117,90 @@ def test_answers_of_several_types_become_text(tmp_path):
 def test_columns_that_only_some_records_have_are_kept(monkeypatch):
     monkeypatch.setattr("strop.data.records.CHUNK_ROWS", 1)
     rows = [{"a": 1}, {"a": 2.5, "b": {"c": [1]}}, {"b": {"d": "x"}}]
-    assert read_table(Rows("list", rows)).to_pylist() == [
+    assert to_rows(read_table(Rows("list", rows))) == [
         {"a": 1.0, "b": None},
-        {"a": 2.5, "b": {"c": [1], "d": None}},
-        {"a": None, "b": {"c": None, "d": "x"}},
+        {"a": 2.5, "b": {"c": [1]}},
+        {"a": None, "b": {"d": "x"}},
     ]
+
+
+def call(**arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
+
+
+RAGGED = [
+    {"prompt": [call(city="Ulm", n=1)], "extra_info": {"a": 1}, "answer": {"x": [1]}},
+    {"prompt": [call(n="two", city=None)], "extra_info": {"b": {"c": None}}, "answer": {"x": {"y": 2.5}}},
+    {"prompt": [call()], "extra_info": {"b": {}, "a": 2.0}, "answer": {}},
+]
+"""Records of the same columns with other keys, other types, other orders of keys, and nulls of their own."""
+
+
+@pytest.mark.parametrize("form", ["list", "t.jsonl", "t.json"])
+def test_nested_records_keep_their_own_keys_types_and_order(tmp_path, form):
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in RAGGED))
+    (tmp_path / "t.json").write_text(json.dumps(RAGGED))
+    source = Rows("list", RAGGED) if form == "list" else tmp_path / form
+    assert json.dumps(to_rows(read_table(source))) == json.dumps(RAGGED)
+    read = read_prompt_table(source, answer_keys={"answer": "answer"})
+    assert json.dumps(read.values("prompt", 0, 3)) == json.dumps([row["prompt"] for row in RAGGED])
+    row = with_ground_truths(read, "answer").row(1)
+    assert row == {**RAGGED[1], "reward_model": {"style": "rule", "ground_truth": {"x": {"y": 2.5}}}}
+    assert read.names == ["prompt", "extra_info", "answer"]
+
+
+def test_a_nested_column_of_records_keeps_their_own_keys():
+    rows = [{"task": {"chat": [call(a=1)]}}, {"task": {"chat": [call(b=None)]}}, {"task": {}}]
+    table = read_prompt_table(Rows("list", rows), prompt_key="task.chat")
+    assert table.values("task.chat", 0, 3) == [[call(a=1)], [call(b=None)], None]
+
+
+def test_a_key_without_a_value_is_of_other_records_where_the_source_has_types(tmp_path):
+    rows = [
+        {"prompt": [call(city="Ulm")], "extra_info": {"a": 1}, "reward_model": {"ground_truth": None}},
+        {"prompt": [call(zip=1)], "extra_info": {"z": 2}, "reward_model": {"ground_truth": {"c": 1}}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    for source in (tmp_path / "t.parquet", Rows("arrow", pa.Table.from_pylist(rows))):
+        read = read_prompt_table([source, Rows("list", RAGGED)])
+        for number, row in enumerate(rows):  # the ground truth stays a key, as managers read it by its name
+            assert read.row(number) == {**row, "answer": None}
+        assert read.row(3) == {**RAGGED[1], "reward_model": None}
+    assert list(iterate(str(tmp_path / "t.parquet"))) == rows
+
+
+def test_token_ids_are_those_of_the_rows_own_keys(make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{% for c in m.tool_calls %}"
+        "{% for k, v in c.arguments.items() %}{{ k }} {{ v }} {% endfor %}{% endfor %}{% endfor %}w9"
+    )
+    user = {"role": "user", "content": ""}
+    rows = [{"prompt": [call(w1="w2"), user]}, {"prompt": [call(w3="w4"), user]}]
+    options = {"max_prompt_length": 9, "cache_dir": tmp_path}
+    for _ in range(2):  # the second time from the cache
+        dataset = RLHFDataset(Rows("list", rows), tokenizer, **options)
+        assert [row["input_ids"].tolist() for row in dataset] == [[11, 12, 19], [13, 14, 19]]
+    nulls = [{"prompt": [call(w1="w2", w5=None), user]}, rows[1]]
+    assert RLHFDataset(Rows("list", nulls), tokenizer, **options)[0]["input_ids"].tolist() == [
+        11,
+        12,
+        15,
+        2,
+        19,
+    ]
+
+
+def test_prepare_stores_chats_that_parquet_would_change_as_text(tmp_path):
+    rows = [{**row, "answer": "1", "meta": {}} for row in RAGGED]
+    written = prepare("table", write_lines(tmp_path / "t.jsonl", rows), tmp_path / "out")
+    found = pq.read_table(written["train"].path).to_pylist()
+    assert [json.loads(row["prompt"]) for row in found] == [row["prompt"] for row in RAGGED]
+    assert {row["meta"] for row in found} == {"{}"}
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from strop.data.sources import Files, Rows, read_table, reading, require_readable
+from strop.data.records import exact_name, table_of, to_rows, visible_names
+from strop.data.sources import Files, Rows, read_table, reading, require_readable, value_at
 from strop.errors import DataError, nearest, raised_as
 
 
@@ -39,7 +40,7 @@ class PromptTable:
     @property
     def names(self) -> list[str]:
         """Names of the columns that at least one file has."""
-        return self.table.column_names
+        return visible_names(self.table.column_names)
 
     def locate(self, row: int) -> tuple[str, int]:
         """Return the file of row ``row`` of the table, and its row number in the file."""
@@ -75,11 +76,17 @@ class PromptTable:
 
     def values(self, column: str, start: int, stop: int) -> list[Any]:
         """Return rows ``start`` to ``stop`` of a column as plain Python values."""
-        return self.table.column(column).slice(start, stop - start).to_pylist()
+        chosen = self.with_exact(column)
+        return [row[column] for row in to_rows(chosen.slice(start, stop - start))]
+
+    def with_exact(self, column: str) -> pa.Table:
+        """Return the column, with the one of ``exact_name`` if there is one."""
+        both = (column, exact_name(column))
+        return self.table.select([name for name in both if name in self.table.column_names])
 
     def row(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values."""
-        return self.table.slice(row, 1).to_pylist()[0]
+        return to_rows(self.table.slice(row, 1))[0]
 
 
 def read_prompt_table(
@@ -138,7 +145,28 @@ def _with_column(table: pa.Table, key: str, *, is_text: bool) -> pa.Table:
         column = column.cast(pa.string())
     if key in table.column_names:
         return table.set_column(table.column_names.index(key), key, column)
+    exact = exact_name(top := key.partition(".")[0])
+    if pa.types.is_nested(column.type) and exact in table.column_names:
+        found = [_value_at(row, key) for row in to_rows(table.select([top, exact]))]
+        return _with_values(table, key, found)
     return table.append_column(key, column)
+
+
+def _value_at(row: Mapping[str, Any], key: str) -> Any:
+    try:
+        return value_at(row, key)
+    except KeyError:  # a key of other rows
+        return None
+
+
+def _with_values(table: pa.Table, key: str, values: Iterable[Any]) -> pa.Table:
+    """Return ``table`` with plain Python values as the column ``key``."""
+    both = (key, exact_name(key))
+    made = table_of(key, [{key: value} for value in values])
+    table = table.drop_columns([name for name in both if name in table.column_names])
+    for name in made.column_names:
+        table = table.append_column(name, made.column(name))
+    return table
 
 
 def _field(records: Any, name: str) -> Any:
@@ -189,7 +217,7 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
     missing = [what for what, key in keys.items() if _nested(table, key) is None]
     if not missing:
         return
-    found = column_names(table.schema)
+    found = visible_names(column_names(table.schema))
     if "prompt" in keys and len(keys) == 1 and not {"reward_model", "ground_truth"} & set(found):
         missing.append("answer")  # nothing else names the ground truths
     free = [column for column in found if column not in keys.values() and _PLAIN_NAME.fullmatch(column)]
@@ -232,6 +260,7 @@ UNNAMED_SOURCE = "unnamed"
 # Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
 _RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
 _TARGET = "reward_model"
+_BOTH_TARGETS = (_TARGET, exact_name(_TARGET))
 _TRUTH = "ground_truth"
 _ROW = "row number"
 
@@ -240,8 +269,14 @@ def with_ground_truths(table: PromptTable, answer_key: str) -> PromptTable:
     """Return ``table`` with the column ``answer_key`` as the ground truth of every row, for rules."""
     fields = pc.MakeStructOptions(["style", _TRUTH])
     truth = pc.call_function("make_struct", [pa.scalar("rule"), table.table.column(answer_key)], fields)
-    others = table.table.drop_columns([_TARGET]) if _TARGET in table.names else table.table
-    return replace(table, table=others.append_column(_TARGET, truth))
+    there = table.table.column_names
+    others = table.table.drop_columns([name for name in _BOTH_TARGETS if name in there])
+    others = others.append_column(_TARGET, truth)
+    if (exact := exact_name(answer_key)) in there:
+        parts = ['{"style": "rule", "ground_truth": ', table.table.column(exact), "}", ""]
+        record = pc.call_function("binary_join_element_wise", parts)
+        others = others.append_column(exact_name(_TARGET), record)
+    return replace(table, table=others)
 
 
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:

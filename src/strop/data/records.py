@@ -1,7 +1,12 @@
-"""Records (dicts) as an Arrow table, and the records of JSON files. Nothing here imports torch."""
+"""Records (dicts) as an Arrow table and back, and the records of JSON files. Nothing here imports torch.
+
+Arrow gives every record of a column the keys, types and key order of all. Where that changes a record, its
+JSON is kept in a second column, which only ``to_rows`` reads.
+"""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import itertools
 import json
@@ -18,6 +23,67 @@ CHUNK_ROWS = 50_000
 
 Located = tuple[str, Any]
 """A record, and its place in its source in words."""
+
+_EXACT = "\0exact"
+_TRUTH = ("reward_model", "ground_truth")
+
+
+def exact_name(column: str) -> str:
+    """Return the name of the column with the JSON of records in ``column`` that Arrow changes; else null."""
+    return f"{column}{_EXACT}"
+
+
+def visible_names(names: Iterable[str]) -> list[str]:
+    """Return the names of columns without those of ``exact_name``."""
+    return [name for name in names if not name.endswith(_EXACT)]
+
+
+def to_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return rows as plain Python values, in which nested records have the keys that they were read with.
+
+    Sources with types of their own (parquet, data sets, frames) have a null for a key that only other records
+    have, so there a key of a nested record without a value is left out, but for those of ``reward_model``.
+    """
+    rows = table.to_pylist()
+    nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
+    exact = [name for name in table.column_names if name.endswith(_EXACT)]
+    for row in rows:
+        for name in nested:
+            row[name] = _own(name, row[name])
+        for name in exact:
+            if (text := row.pop(name)) is not None:
+                row[name.removesuffix(_EXACT)] = json.loads(text)
+    return rows
+
+
+def _own(column: str, value: Any) -> Any:
+    """Return a value of an Arrow column without the keys that are null in it."""
+    own = _without_nulls(value)
+    if column == _TRUTH[0] and isinstance(value, dict):  # verl's managers read them by key
+        return {key: value[key] for key in ("style", _TRUTH[1]) if key in value} | own
+    return own
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _exact(name: str, values: Sequence[Any], column: pa.Array) -> pa.Array | None:
+    """Return the JSON of the values that ``column`` holds with other keys or types; None if it has all."""
+    arrow = column.to_pylist()
+    whole = repr(values)  # equal values may have other types and another order of keys
+    if whole == repr(arrow) and ": None" not in whole:
+        return None
+    found = []
+    for value, read in zip(values, arrow, strict=True):
+        try:
+            text = json.dumps(value)
+        except TypeError:  # of Python, such as a date: as Arrow has it
+            text = None
+        found.append(None if text is None or text == json.dumps(_own(name, read)) else text)
+    return None if found.count(None) == len(found) else pa.array(found, pa.string())
 
 
 def json_records(name: str, path: Path) -> Iterator[Located]:
@@ -57,10 +123,11 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
     try:
         return _joined(_tables(name, records(), wanted))
     except (pa.ArrowException, OverflowError) as error:
-        mixed = _mixed(name, records())
-        if not mixed:
+        mixed, as_json = _mixed(name, records())
+        if not (mixed or as_json):
             raise DataError(f"{name}: the rows have values that do not fit together: {error}") from error
-        return _joined(_tables(name, records(), _tree(mixed, wanted)))
+        answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))
+        return _joined(_tables(name, records(), _tree(mixed, wanted, as_json), answers))
 
 
 def table_of(name: str, rows: Sequence[Any], texts: Collection[str] = ()) -> pa.Table:
@@ -74,40 +141,62 @@ def _joined(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 Tree = dict[Any, Any]
-"""Name of a field (None: the items of a list) -> the tree below it; an empty tree: values become text."""
+"""Name of a field (None: the items of a list) -> the tree below it.
+
+An empty tree: numbers become text; None: any value becomes JSON.
+"""
+Place = tuple[Any, ...]
 
 
-def _tree(paths: Iterable[tuple[Any, ...]], onto: Tree | None = None) -> Tree:
+def _tree(paths: Iterable[Place], onto: Tree | None = None, as_json: Iterable[Place] = ()) -> Tree:
     tree = onto or {}
     for path in paths:
         node = tree
         for name in path:
             node = node.setdefault(name, {})
+    for *above, last in sorted(as_json, key=len):
+        node = tree
+        for name in above:
+            node = {} if node is None else node.setdefault(name, {})
+        if node is not None:
+            node[last] = None
     return tree
 
 
-def _tables(name: str, records: Iterable[Located], tree: Tree) -> Iterator[pa.Table]:
+def _tables(
+    name: str, records: Iterable[Located], tree: Tree, answers: Tree | None = None
+) -> Iterator[pa.Table]:
+    """Yield tables in which ``tree`` marks what is text, and ``answers`` what is text for ``to_rows``."""
     remaining = iter(records)
     while chunk := list(itertools.islice(remaining, CHUNK_ROWS)):
         for place, record in chunk:
             if not isinstance(record, Mapping):
                 raise DataError(f"{name}, {place}: expected a dict, found {record!r:.60}")
-        rows = [_with_text(record, tree) for _, record in chunk] if tree else [row for _, row in chunk]
+        rows = [_with_text(record, tree) for _, record in chunk]
+        own = rows if answers is None else [_with_text(record, answers) for _, record in chunk]
         columns = dict.fromkeys(key for row in rows for key in row)
+        made: dict[str, pa.Array] = {}
         try:
-            yield pa.table({column: pa.array([row.get(column) for row in rows]) for column in columns})
+            for column in columns:
+                made[column] = pa.array([row.get(column) for row in rows])
+                if pa.types.is_nested(made[column].type):
+                    exact = _exact(column, [row.get(column) for row in own], made[column])
+                    made |= {} if exact is None else {exact_name(column): exact}
         except UnicodeEncodeError as error:
             place = next(place for place, row in chunk if error.object in _all_texts(row))
             raise DataError(f"{name}, {place}: a text is not Unicode (a lone surrogate)") from error
+        yield pa.table(made)
 
 
-def _with_text(value: Any, tree: Tree) -> Any:
-    """Return ``value`` with numbers and truth values as text where ``tree`` marks them."""
+def _with_text(value: Any, tree: Tree | None) -> Any:
+    """Return ``value`` with numbers and truth values as text, and others as JSON, where ``tree`` says so."""
+    if tree is None:
+        return None if value is None else json.dumps(value, default=str)
     if not tree:
         return value if isinstance(value, Mapping | list | tuple) else as_text(value)
     if isinstance(value, Mapping):
         return {**value, **{name: _with_text(value[name], tree[name]) for name in tree if name in value}}
-    return [_with_text(item, tree[None]) for item in value] if isinstance(value, list) else value
+    return [_with_text(item, tree.get(None, {})) for item in value] if isinstance(value, list) else value
 
 
 def as_text(value: Any) -> str | None:
@@ -119,8 +208,11 @@ def as_text(value: Any) -> str | None:
     return None if value != value else pa.scalar(value).cast(pa.string()).as_py()
 
 
-def _mixed(name: str, records: Iterable[Located]) -> list[tuple[Any, ...]]:
-    """Return the paths of values of several types that can all be text; raise ``DataError`` for others."""
+def _mixed(name: str, records: Iterable[Located]) -> tuple[list[Place], list[Place]]:
+    """Return the paths of values of several types that can all be text, and those that can only be JSON.
+
+    Raises ``DataError`` for columns of the latter.
+    """
     kinds: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def note(value: Any, path: tuple[Any, ...], place: str) -> None:
@@ -146,12 +238,13 @@ def _mixed(name: str, records: Iterable[Located]) -> list[tuple[Any, ...]]:
         for key, value in record.items():
             note(value, (key,), place)
     mixed = {path: found for path, found in kinds.items() if len(found) > 1 or "large number" in found}
-    for path, found in mixed.items():
-        if {"object", "list"} & found.keys():
+    as_json = [path for path, found in mixed.items() if {"object", "list"} & found.keys()]
+    for path in as_json:
+        if len(path) == 1:
+            found = mixed[path]
             words = ", ".join(f"{kind} in {place}" for kind, place in found.items())
-            field = ".".join("[]" if key is None else str(key) for key in path)
-            raise DataError(f"{name}, field {field}: the values are of several types: {words}")
-    return list(mixed)
+            raise DataError(f"{name}, field {path[0]}: the values are of several types: {words}")
+    return [path for path in mixed if path not in as_json], as_json
 
 
 def _all_texts(value: Any) -> Iterator[str]:

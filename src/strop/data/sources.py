@@ -28,7 +28,7 @@ import xxhash
 
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, with_split
 from strop.data.fetch import local_path
-from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of
+from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of, to_rows
 from strop.errors import DataError, MissingExtraError, raised_as
 from strop.manifest import require_below
 
@@ -64,6 +64,8 @@ def read_table(
     source: Source, *, texts: Collection[str] = (), cache_dir: str | Path | None = None
 ) -> pa.Table:
     """Return the rows of a path, a URL as in ``local_path``, a hub name with a split, or ``Rows``.
+
+    ``strop.data.records.to_rows`` makes plain Python values of them.
 
     Numbers and truth values in the columns ``texts`` become text in formats without types of their own,
     and so do those of any other column of records that also holds texts.
@@ -110,8 +112,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             batches = pq.ParquetFile(path, page_checksum_verification=True).iter_batches()
         first_row = 0
         for batch in batches:
-            require_readable(name, pa.Table.from_batches([batch]), first_row=first_row)
-            yield from batch.to_pylist()
+            table = pa.Table.from_batches([batch])
+            require_readable(name, table, first_row=first_row)
+            yield from to_rows(table)
             first_row += len(batch)
 
 
@@ -121,8 +124,9 @@ def iterate(name: str, cache_dir: str | Path | None = None) -> Iterator[dict[str
     if isinstance(found, Path) and found.is_file():
         yield from read_records(found)
         return
-    for batch in read_table(name, cache_dir=cache_dir).to_batches(CHUNK_ROWS):
-        yield from batch.to_pylist()
+    table = read_table(name, cache_dir=cache_dir)
+    for start in range(0, len(table), CHUNK_ROWS):
+        yield from to_rows(table.slice(start, CHUNK_ROWS))
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:

@@ -242,11 +242,12 @@ def _cache_path(
     cache_dir: str | Path,
 ) -> Path:
     key = {
-        # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed; 3: no digest
-        "layout": 4,
+        # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed;
+        # 3: no digest; 4: records had keys of other rows
+        "layout": 5,
         "encode": getattr(encode, "__name__", repr(encode)),
         "format": dataclasses.asdict(how),
-        "values": _digest(table.table.select([prompt_key])),
+        "values": _digest(table.with_exact(prompt_key)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

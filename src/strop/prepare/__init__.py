@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from strop.config.backends import load_backend
 from strop.config.paths import expand, is_url
 from strop.data.fetch import progress_bar
-from strop.data.records import table_of
+from strop.data.records import exact_name, table_of, visible_names
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
 from strop.prepare.source import Split
@@ -101,8 +101,20 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
         raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
     with atomic_path(path) as temporary:
         # readers compare them: a flipped bit in a text would be trained on
-        pq.write_table(table_of(f"split {split}", rows), temporary, write_page_checksum=True)
+        pq.write_table(_storable(f"split {split}", rows), temporary, write_page_checksum=True)
     return Prepared(path, len(rows))
+
+
+def _storable(name: str, rows: list[dict[str, Any]]) -> pa.Table:
+    """Return a table for parquet, in which chats and tools that parquet would change are JSON text."""
+    table = table_of(name, rows)
+    for column in visible_names(table.column_names):
+        number = table.column_names.index(column)
+        has_exact = column in ("prompt", "tools") and exact_name(column) in table.column_names
+        if has_exact or "struct<>" in str(table.schema.types[number]):  # parquet has no empty records
+            texts = [None if row.get(column) is None else json.dumps(row[column]) for row in rows]
+            table = table.set_column(number, column, pa.array(texts, pa.string()))
+    return table.select(visible_names(table.column_names))
 
 
 def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from strop.config.paths import expand, hub_split, is_url, with_split
 from strop.data.fetch import local_path
+from strop.data.records import to_rows
 from strop.data.sources import SUFFIXES, load_from_hub, read_records, read_table, saved_splits
 from strop.errors import DataError
 
@@ -48,9 +49,9 @@ def read_source(
     if path.is_file():
         return _read_files(name, [path], unnamed_split)
     if splits := saved_splits(path):
-        return {_split_of(split) or split: read_table(f"{path}:{split}").to_pylist() for split in splits}
+        return {_split_of(split) or split: to_rows(read_table(f"{path}:{split}")) for split in splits}
     if (path / "state.json").is_file():
-        return {_split_of(path.name) or unnamed_split or "train": read_table(path).to_pylist()}
+        return {_split_of(path.name) or unnamed_split or "train": to_rows(read_table(path))}
     if path.is_dir():
         return _read_files(name, sorted(path.iterdir()), unnamed_split)
     raise DataError(f"source {name}: no such file or folder (and it does not look like a hub name)")
@@ -59,7 +60,7 @@ def read_source(
 def _read_split(name: str, cache_dir: str | Path | None) -> Splits:
     """Return the only split that a name has after a colon."""
     split = (with_split(name) or ("", ""))[1].partition("[")[0]
-    return {_split_of(split) or split: read_table(name, cache_dir=cache_dir).to_pylist()}
+    return {_split_of(split) or split: to_rows(read_table(name, cache_dir=cache_dir))}
 
 
 def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Splits:
