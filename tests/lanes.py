@@ -2,16 +2,19 @@
 
 Two workers compute on two cores; three more wait for deadlines and processes meanwhile. Arguments go to both:
 ``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too, and new random examples. The
-slowest tests of each run are printed at its end.
+slowest tests of each run are printed at its end. The last line counts the skipped ones, with what they need.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 WORKERS = {"computing": 2, "waiting": 3}
@@ -29,7 +32,7 @@ def main(arguments: list[str]) -> int:
                 *(sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile"),
                 *("--no-loadscope-reorder", "-m", "slow or not slow" if slow else "not slow"),
                 *("--hypothesis-profile", "new" if slow else "same"),
-                *("--durations", "10", "-p", "no:cacheprovider", *arguments),
+                *("--durations", "10", "-rsfE", "-p", "no:cacheprovider", *arguments),
             ]
             with outputs[name].open("w") as output:
                 environment = {**os.environ, "STROP_TEST_LANE": name}
@@ -41,7 +44,18 @@ def main(arguments: list[str]) -> int:
         statuses = {name: lane.wait() for name, lane in lanes.items()}
         for name, output in outputs.items():
             print(f"\n===== tests that are {name}\n{output.read_text()}", flush=True)
+        print(skipped(output.read_text() for output in outputs.values()), flush=True)
     return max(0 if status == NO_TESTS_COLLECTED else status for status in statuses.values())
+
+
+def skipped(outputs: Iterable[str]) -> str:
+    """Return one line with the number of skipped tests and their reasons, from pytest's lines ``-rs``."""
+    reasons = Counter()
+    for output in outputs:
+        for count, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+: (.*)$", output, re.MULTILINE):
+            reasons[reason] += int(count)
+    found = "; ".join(f"{count} ({reason})" for reason, count in reasons.most_common())
+    return f"Skipped tests: {reasons.total()}" + (f": {found}" if found else "")
 
 
 def _progress(name: str, lane: subprocess.Popen, output: Path) -> None:

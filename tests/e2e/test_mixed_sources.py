@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from strop.rollout.base import Samples, answer
 from strop.trainer.build import build_trainer
 
 import tiny_model
+from outside import needs_sandbox
 from runs import fit, metrics, overrides
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
@@ -38,7 +38,7 @@ PARTS = (
 
 pytestmark = [
     pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not here: {DATA}"),
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    needs_sandbox,
 ]
 
 

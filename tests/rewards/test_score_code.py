@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import threading
 import time
 from collections.abc import Iterable
@@ -24,10 +23,9 @@ from strop.rewards.score.code import compute_score, extract_program, judge
 from strop.rewards.worker.pool import RewardProcess
 
 from messages import naming
+from outside import needs_sandbox
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
-)
+pytestmark = needs_sandbox
 
 PATIENT = Limits(wall_s=30.0)
 DOUBLE = {

@@ -170,15 +170,9 @@ def _require_ready(scorer: ScoreFunction | Scorer, rows: Counter[str], timeout_s
                 f"rows with --scorer NAME ({', '.join(SCORERS)}) or with your own function, --custom PATH"
             )
         checks = [functools.partial(scorer.require_ready, source) for source in rows]
-    for check in checks:
-        check(math.inf)  # first without a deadline: does it work on this machine?
-        try:
+    with naming_options(_OPTIONS):
+        for check in checks:
             check(timeout_s)
-        except ConfigError as error:
-            raise ConfigError(
-                f"--timeout {timeout_s:g} is less than the limit of a program; raise it, or lower the limit "
-                f"with --scorer code --option timeout_s=SECONDS. As configuration keys: {error}"
-            ) from None
 
 
 class _Rows:

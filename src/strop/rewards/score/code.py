@@ -29,14 +29,15 @@ def require_ready(*, deadline_s: float, timeout_s: float = TIMEOUT_S, **_options
     Raises:
         ConfigError: bubblewrap is not installed, or the deadline is before a program's time limit.
     """
-    require_bubblewrap()
     if timeout_s + _START_AND_END_S > deadline_s:
         raise ConfigError(
             f"the tests of a program may take timeout_s={timeout_s:g}, but scoring a sample is cut off at "
             f"reward_model.timeout_s={deadline_s:g}, which counts as an error; set reward_model.timeout_s to "
             f"{timeout_s + _START_AND_END_S:g} or more, or timeout_s (of the data source in "
-            "reward_model.reward_kwargs.scorer_kwargs, of a part in its kwargs) to a second less than it"
+            "reward_model.reward_kwargs.scorer_kwargs, of a part in its kwargs, of `strop score` in --option "
+            "timeout_s=SECONDS) to a second less than it"
         )
+    require_bubblewrap()
 
 
 def compute_score(

@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 _LENGTH_BYTES = 4
+_PENDING_SIGNALS = 64  # of all processes, and timers: memory of the kernel
 
 STDIN, STDOUT = "/dev/shm/stdin", "/dev/shm/stdout"
 """Targets of the links ``/dev/stdin`` and ``/dev/stdout``: there is no ``/proc/self/fd`` for them."""
@@ -157,8 +158,12 @@ def read_job(descriptor: int) -> dict[str, Any]:
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS),
         (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_RTPRIO, 0),
     ):
         resource.setrlimit(kind, (value, value))
     return job
