@@ -59,6 +59,9 @@ def _read(table: str) -> dict[str, Column]:
     return {name: Column(*cells) for name, *cells in rows}
 
 
+REWARD_TEXT = "reward_text/"
+"""Prefix of the columns of a scorer's texts."""
+
 # name              | dim | dtype   | unit   | writer  | readers | meaning | when
 COLUMNS = _read("""
 input_ids           | BL  | int64   | id     | data    | forward passes | prompt and response; BP without
@@ -83,6 +86,7 @@ stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_
 hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted
 rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable
 reward/<part>       | B   | float32 | score  | rewards | samples | a part of the score; NaN: does not apply
+reward_text/<part>  | B   | object  | text   | rewards | samples | what a scorer returned besides numbers
 reward_failed       | B   | bool    |        | rewards | samples | not scored | reward managers
 token_level_scores  | BT  | float32 | score  | rewards | driver | the score, on the last sampled token
 baseline_scores     | B   | float32 | score  | rewards | advantages | of the greedy response | remax
@@ -116,6 +120,7 @@ response_with_special_tokens | B | string | text | samples | view | null without
 truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
 score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
 reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
+reward_text/<part>  | B   | string  | text   | samples | view | what a scorer returned besides numbers
 reward_failed       | B   | bool    |        | samples | validation | not scored | reward managers
 response_length     | B   | int32   | tokens | samples | view | of response_ids
 prompt_ids          | B*  | int32   | id     | samples | users | without padding
@@ -139,4 +144,5 @@ SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") fo
 
 def described(name: str, columns: dict[str, Column] = COLUMNS) -> Column | None:
     """Return the description of a column, None for a name that ``columns`` does not list."""
-    return columns.get("reward/<part>" if name.startswith("reward/") else name)
+    prefix, has_part, _ = name.partition("/")
+    return columns.get(f"{prefix}/<part>" if has_part else name)

@@ -30,7 +30,12 @@ CONFIGURATIONS = {
         "data.return_raw_chat=True",
         "data.return_raw_input_ids=True",
     ],
-    "remax": ["algorithm.adv_estimator=remax", "algorithm.kl_penalty=full", "algorithm.kl_ctrl.kl_coef=0.1"],
+    "remax": [
+        "algorithm.adv_estimator=remax",
+        "algorithm.kl_penalty=full",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "custom_reward_function.path={inputs}/reward.py",
+    ],
     "reward model": ["reward_model.enable=True", "reward_model.model.input_tokenizer=null"],
 }
 
@@ -41,6 +46,7 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
     inputs = make_inputs(tmp_path_factory.mktemp("columns"))
     load_scorer(inputs / "model", fresh_head_seed=5).save_pretrained(inputs / "reward_model")
     tiny_model.build_tokenizer().save_pretrained(inputs / "reward_model")
+    (inputs / "reward.py").write_text("def compute_score(response): return {'score': 1, 'said': response}")
     generate = ActorRolloutRefWorker.generate_sequences
 
     @functools.wraps(generate)  # keeps the mark for groups
@@ -65,6 +71,7 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
         for number, options in enumerate(CONFIGURATIONS.values()):
             run = inputs / f"run{number}"
             model = f"reward_model.model.path={inputs / 'reward_model'}"
+            options = [option.replace("{inputs}", str(inputs)) for option in options]
             train(
                 overrides(
                     inputs, run, *options, model, "trainer.total_training_steps=1", "trainer.test_freq=1"
@@ -111,6 +118,6 @@ def test_every_column_of_a_samples_file_is_listed_with_its_type(seen):
 
 @pytest.mark.parametrize(("table", "which"), [(COLUMNS, 0), (SAMPLE_COLUMNS, 1)])
 def test_every_listed_column_is_seen(seen, table, which):
-    missing = set(table) - {"reward/<part>"} - set(seen[which])
-    assert missing == set()
-    assert any(name.startswith("reward/") for name in seen[which])
+    parts = {"reward/<part>", "reward_text/<part>"}
+    assert set(table) - parts - set(seen[which]) == set()
+    assert parts <= {f"{name.partition('/')[0]}/<part>" for name in seen[which]}

@@ -71,6 +71,24 @@ def _noisy_reward(folder):
     return path
 
 
+def test_texts_of_a_reward_function_are_kept_with_the_samples(inputs, tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def compute_score(solution_str, ground_truth, **_):\n"
+        "    return {'score': 0.5, 'acc': len(solution_str) > 2, 'pred': solution_str, 'why': None}\n"
+    )
+    _, lines = _run(inputs, tmp_path / "run", f"custom_reward_function.path={path}", "trainer.test_freq=1")
+    assert 0 <= lines[0]["reward/acc/mean"] <= 1
+    assert not [name for line in lines for name in line if name.startswith(("reward/pred", "reward/why"))]
+    for folder in ("rollouts", "validation"):
+        rows = pq.read_table(tmp_path / "run" / folder / "step_000001.parquet").to_pylist()
+        for row in rows:
+            assert row["score"] == 0.5
+            assert row["reward/acc"] == (len(row["response"]) > 2)
+            assert row["reward_text/pred"] == row["response"]
+            assert row["reward_text/why"] is None
+
+
 @pytest.mark.parametrize(("kind", "place"), [("kl", "reward"), ("full", "reward"), ("full", "loss")])
 def test_the_kl_starts_at_zero_and_grows_with_the_policys_distance(inputs, tmp_path, kind, place):
     """From sampled tokens or whole distributions: tests/workers/test_losses.py has every estimate."""

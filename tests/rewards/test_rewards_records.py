@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from strop.rewards.reward_output import ErrorBudget
+from strop.rewards.reward_output import ErrorBudget, rule_parts
 from strop.rewards.scorer import Outcome, Scorer, outcome_of
 from strop.rewards.worker.process import read_answer
 
@@ -25,6 +26,28 @@ def test_a_dict_gives_the_score_and_named_parts():
     assert outcome == Outcome("scored", 1.5, {"accuracy": 1.0, "format": 0.5})
 
 
+def test_a_dict_may_hold_texts_none_and_structures_next_to_its_numbers():
+    found = {"score": 0.5, "acc": True, "pred": "12\ud800", "why": None, "tests": [1, {"ok": None}]}
+    wanted = {"acc": 1.0, "pred": "12?", "why": None, "tests": '[1, {"ok": null}]'}
+    assert outcome_of(found) == Outcome("scored", 0.5, wanted)
+    assert len(outcome_of({"score": 1, "pred": "a" * 10**6}).parts["pred"]) == 20_000
+
+
+def test_texts_are_split_from_the_numbers_of_a_batch():
+    rows = [{"acc": 1.0, "pred": "12", "note": None}, {"acc": None, "pred": None}, {}, {"acc": "?"}]
+    outcomes = [Outcome("scored", 0.0, row) for row in rows] + [Outcome("raised", error="e"), None]
+    parts, texts = rule_parts(outcomes, [True] * 6, error_score=-1)
+    nan = math.nan
+    assert parts.keys() == {"rule", "acc"}
+    torch.testing.assert_close(parts["acc"], torch.tensor([1.0, *[nan] * 5]), equal_nan=True)
+    torch.testing.assert_close(parts["rule"], torch.tensor([0.0, 0, 0, 0, -1, nan]), equal_nan=True)
+    assert texts == {
+        "acc": [None, None, None, "?", None, None],
+        "pred": ["12", *[None] * 5],
+        "note": [None] * 6,
+    }
+
+
 @pytest.mark.parametrize(
     ("result", "error", "parts"),
     [
@@ -33,7 +56,9 @@ def test_a_dict_gives_the_score_and_named_parts():
         (b"1", TypeError, ("text",)),
         ([1.0, 2.0], TypeError, ("list",)),
         (1j, TypeError, ("complex",)),
-        ({"score": 1.0, "prediction": "42"}, TypeError, ("'prediction'", "'42'")),
+        ({"score": 1.0, "prediction": b"42"}, TypeError, ("'prediction'", "'42'")),
+        ({"score": "1.0", "acc": 1.0}, TypeError, ("score", "'1.0'", "text")),
+        ({"score": 1.0, "rule": "text"}, ValueError, ("'rule'",)),
         ({"score": None}, TypeError, ("score", "None")),
         ({"accuracy": 1.0, "format": 0.0}, ValueError, ("'score'", "['accuracy', 'format']")),
         ({"score": 1.0, "rule": 1.0}, ValueError, ("'rule'",)),
@@ -78,7 +103,9 @@ def test_an_answer_is_read():
         answer(score=10**400),
         answer(score=True),
         answer(parts=[1.0]),
-        answer(parts={"a": "1"}),
+        answer(parts={"a": [1.0]}),
+        answer(parts={"a": True}),
+        answer(parts={"a": "\ud800"}),
         answer(parts={"a": 10**400}),
         answer(parts={"rule": 1.0}),
         answer(error=5),

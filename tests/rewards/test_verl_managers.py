@@ -51,6 +51,7 @@ class Manager(AbstractRewardManager):
             score = self.compute_score(columns[self.key], text, truth, columns["extra_info"])
             rewards[i, length - 1] = score - self.penalty.cost * length
             extra["acc"].append(score)
+            extra["pred"].append(text if i else None)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 """
 
@@ -94,6 +95,8 @@ def test_a_manager_written_for_verl_scores_as_there(load: Callable[..., Any], ba
     expected[0, 1], expected[1, 2], expected[2, 3] = 1 - 0.25 * 2, -0.25 * 3, 1 - 0.25 * 4
     assert torch.equal(found.batch["token_level_scores"], expected)
     assert found.batch["reward/acc"].tolist() == [1.0, 0.0, 1.0]
+    assert found.non_tensor_batch["reward_text/pred"].tolist() == [None, "12", "345"]
+    assert "reward/pred" not in found.batch
 
 
 def test_scores_of_the_reward_model_stand_at_the_last_token(load: Callable[..., Any], batch: DataProto):

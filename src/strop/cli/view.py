@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.cli.page import add_web_arguments, serve_page
+from strop.columns import REWARD_TEXT
 from strop.config.paths import expand
 from strop.errors import ConfigError, DataError
 from strop.terminal import literal, printable, table
@@ -200,7 +201,9 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
     with reading_samples(path):
         names = pq.read_schema(path).names
-        columns = [name for name in names if name in _SAMPLE_COLUMNS or name.startswith("reward/")]
+        columns = [
+            name for name in names if name in _SAMPLE_COLUMNS or name.startswith(("reward/", REWARD_TEXT))
+        ]
         table = pq.read_table(path, columns=[*columns, "response_ids"])
     ids = table["response_ids"].combine_chunks()
     return table.drop_columns("response_ids").append_column("length", ids.value_lengths()).to_pylist()
@@ -221,5 +224,8 @@ def _sample_panel(sample: Mapping[str, Any]) -> Panel:
     body.append(printable(response), style="bold")
     if sample.get("ground_truth") is not None:
         body.append(f"\nground truth: {printable(sample['ground_truth'])}", style="green")
+    for name, text in sample.items():
+        if name.startswith(REWARD_TEXT) and text is not None:
+            body.append(f"\n{name.removeprefix(REWARD_TEXT)}: {printable(text)}")
     title = literal(f"{sample.get('uid', '')}  score {format_number(score)}  ({', '.join(facts)})")
     return Panel(body, title=title, title_align="left", box=box.ROUNDED, border_style="dim")

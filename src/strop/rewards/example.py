@@ -131,7 +131,10 @@ def score_first_row(
         of_row = f"{name}, with {found.what} as the response{response}"
         if not outcome.error:
             score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"
-            parts = "".join(f", {name} {value:g}" for name, value in outcome.parts.items())
+            parts = "".join(
+                f", {name} {value:g}" if isinstance(value, float) else f", {name} {value!r:.80}"
+                for name, value in outcome.parts.items()
+            )
             result = f"{found.function}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
             return result, failure or found.doubt
         expected = "expected a number for any text, such as 0 for one that it cannot read"

@@ -382,6 +382,7 @@ class RewardManager(Reward):
             metrics=score_metrics(outcomes, sources, parts, added),
             responses=[sample.solution_str for sample in samples],
             errors=errors,
+            texts=rule_parts(outcomes, has_rule, error_score=self.error_score)[1],
         )
 
     def _weigh(
@@ -394,7 +395,7 @@ class RewardManager(Reward):
         validating: bool,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the parts [B] by name, NaN where they do not apply, and their contributions."""
-        parts = rule_parts(outcomes, has_rule, error_score=self.error_score)
+        parts, _ = rule_parts(outcomes, has_rule, error_score=self.error_score)
         if model_B is not None:
             parts[REWARD_MODEL] = model_B
         failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import Sample
-from strop.rewards.scorer import Outcome
+from strop.rewards.scorer import Outcome, recorded
 from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class RewardOutput:
     """The decoded responses [B]; empty if the batch was scored as a whole."""
     errors: list[str]
     """Reason why a sample could not be scored [B]; "" for one that could."""
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
+    """What a scorer returned next to its numbers, [B] by name: recorded with the samples, in no metric."""
 
 
 def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[RewardOutput, list[str]]:
@@ -51,7 +53,8 @@ def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[Re
 
     ``result`` is a ``RewardOutput``, token-level scores [B, T], or, from verl's reward managers, a dict with
     these as "reward_tensor" and lists [B] by name as "reward_extra_info". Numbers in such a list are a part
-    of the score; None and text do not apply. A sample with an error gets ``error_score`` and no parts.
+    of the score, which does not apply where the list has None or text. A sample with an error gets
+    ``error_score`` and no parts.
 
     Raises ``RewardError`` if the result is anything else, or its shape is not that of ``mask_BT``.
     """
@@ -94,32 +97,33 @@ def _plain_output(result: Any, errors: list[str]) -> RewardOutput:
             f"the reward function of the whole batch returned {result!r:.200}: expected a RewardOutput, "
             'token-level scores [B, T], or a dict with these as "reward_tensor"'
         )
-    parts, means = {}, {}
+    columns: dict[str, list[float | str | None]] = {}
     for name, values in extra.items():
-        column = [_extra_number(value) for value in values]
-        if len(column) != len(errors) or all(number is None for number in column):
+        column = [_recorded(value) for value in values]
+        if len(column) == len(errors):
+            columns[str(name)] = column
+        else:
             _warn_not_recorded(str(name))
-            continue
-        parts[str(name)] = torch.tensor([math.nan if number is None else number for number in column])
-        wrong_B = torch.tensor([number is not None and not math.isfinite(number) for number in column])
+    parts, texts = _numbers_and_texts(columns)
+    metrics = {}
+    for name, values_B in parts.items():
+        wrong_B = torch.tensor([isinstance(value, float) for value in columns[name]]) & ~values_B.isfinite()
         _add_errors(errors, wrong_B, f"NaN or infinity as {name}")
-        means[f"reward/{name}/mean"] = parts[str(name)].masked_fill(wrong_B, math.nan).nanmean().item()
-    metrics = {**_error_metrics(errors), **means}
-    return RewardOutput(scores, parts, metrics, responses=[], errors=[""] * len(errors))
+        metrics[f"reward/{name}/mean"] = values_B.masked_fill(wrong_B, math.nan).nanmean().item()
+    metrics = {**_error_metrics(errors), **metrics}
+    return RewardOutput(scores, parts, metrics, responses=[], errors=[""] * len(errors), texts=texts)
 
 
-def _extra_number(value: Any) -> float | None:
-    if isinstance(value, str | bytes):  # float() accepts some
-        return None
+def _recorded(value: Any) -> float | str | None:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return recorded(value, "")
+    except TypeError:
         return None
 
 
 @functools.cache
 def _warn_not_recorded(name: str) -> None:
-    logger.warning("reward_extra_info[%r] is not recorded: expected a number for each sample", name)
+    logger.warning("reward_extra_info[%r] is not recorded: expected a value for each sample", name)
 
 
 def _add_errors(errors: list[str], wrong_B: Tensor, found: str) -> None:
@@ -247,20 +251,34 @@ def name_sample(row: int, data_source: Any, extra_info: Any, response: str | Non
 
 def rule_parts(
     outcomes: Sequence[Outcome | None], has_rule: Sequence[bool], *, error_score: float
-) -> dict[str, Tensor]:
-    """Return ``rule`` and the scorers' other parts [B], NaN for samples without; empty without outcomes.
+) -> tuple[dict[str, Tensor], dict[str, list[str | None]]]:
+    """Return ``rule`` and the scorers' other parts [B], NaN for samples without; and their texts.
 
     A sample that could not be scored has ``rule`` = ``error_score`` and no other parts.
     """
-    columns: dict[str, list[float]] = {}
+    columns: dict[str, list[float | str | None]] = {}
     for row, outcome in enumerate(outcomes):
         if outcome is None:
             continue
         rule = {} if outcome.score is None or not has_rule[row] else {RULE: outcome.score}
-        named = {RULE: error_score} if outcome.error else {**rule, **outcome.parts}
+        named = {RULE: float(error_score)} if outcome.error else {**rule, **outcome.parts}
         for name, value in named.items():
-            columns.setdefault(name, [math.nan] * len(outcomes))[row] = value
-    return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
+            columns.setdefault(name, [None] * len(outcomes))[row] = value
+    return _numbers_and_texts(columns)
+
+
+def _numbers_and_texts(
+    columns: Mapping[str, Sequence[float | str | None]],
+) -> tuple[dict[str, Tensor], dict[str, list[str | None]]]:
+    """Return the numbers of the columns, float32 [B] with NaN elsewhere, and their texts, or None alone."""
+    parts, texts = {}, {}
+    for name, values in columns.items():
+        numbers = [value if isinstance(value, float) else math.nan for value in values]
+        if has_numbers := any(isinstance(value, float) for value in values):
+            parts[name] = torch.tensor(numbers, dtype=torch.float32)
+        if not has_numbers or any(isinstance(value, str) for value in values):
+            texts[name] = [value if isinstance(value, str) else None for value in values]
+    return parts, texts
 
 
 def at_last_token(scores_B: Tensor, mask_BT: Tensor) -> Tensor:

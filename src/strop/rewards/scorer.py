@@ -7,6 +7,7 @@ without an event loop. ``Outcome`` is what they return, also for a sample that c
 from __future__ import annotations
 
 import inspect
+import json
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from strop.rewards.arguments import Function, Sample, ScoreFunction
 
 Found = TypeVar("Found")
 
+_LONGEST_TEXT = 20_000  # characters; the answer of a scoring process is a line of at most 1 MiB
 _LARGEST = 3.4028234663852886e38  # of float32, the type of the columns of scores
 
 
@@ -28,7 +30,8 @@ class Outcome:
     score: float | None = 0.0
     """Valid for ``scored``; None if the function does not apply to the sample."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """Further named values; those of a ``Scorer`` are numbers, which ``score`` does not include."""
+    """Further named values, which ``score`` does not include; those of a ``Scorer`` are numbers, and texts or
+    None, which are only recorded."""
     error: str = ""
     """The traceback, or how the process ended; "" for ``scored`` alone."""
 
@@ -100,15 +103,19 @@ class Scorer:
         """Return an outcome that came through the pipe of a scoring process.
 
         A number that is NaN, infinite or beyond float32 gives the status ``raised``; a part whose name does
-        not consist of printable characters, ``crashed``. Raises ``ValueError`` for parts that are no numbers.
+        not consist of printable characters, ``crashed``. Raises ``ValueError`` for other parts than those of
+        ``recorded``.
         """
         for name, value in outcome.parts.items():
-            if name in RESERVED or not isinstance(value, float):
+            if isinstance(value, str):
+                value.encode()  # raises for lone surrogates, which no file takes
+            if name in RESERVED or not isinstance(value, float | str | None):
                 raise ValueError(f"the part {name!r:.80} is {value!r:.80}")
             if not name.isprintable():  # files of metrics and samples, and terminals, do not take all
                 found = f"the reward function named a part {name!r:.80}: expected printable characters"
                 return Outcome("crashed", error=found)
-        numbers = outcome.parts if outcome.score is None else {"score": outcome.score, **outcome.parts}
+        numbers = {name: value for name, value in outcome.parts.items() if isinstance(value, float)}
+        numbers |= {} if outcome.score is None else {"score": outcome.score}
         if bad := [f"{name}={value}" for name, value in numbers.items() if not abs(value) <= _LARGEST]:
             found = f"the reward function returned {', '.join(bad)}: expected finite numbers"
             return Outcome("raised", error=found)
@@ -186,12 +193,14 @@ def _combined(found: Mapping[str, Outcome | None]) -> Outcome:
 
 
 def outcome_of(result: Any) -> Outcome:
-    """Convert a returned number, or a mapping with a number under "score" and further named numbers."""
+    """Convert a returned number, or a mapping with a number as "score" and further values (``recorded``)."""
     if not isinstance(result, Mapping):
         return Outcome("scored", _number(result, "the score"))
     if "score" not in result:
         raise ValueError(f"the returned dict has no key 'score'; it has {sorted(map(str, result))}")
-    parts = {str(name): _number(value, f"part {name!r}") for name, value in result.items() if name != "score"}
+    parts = {
+        str(name): recorded(value, f"part {name!r}") for name, value in result.items() if name != "score"
+    }
     if taken := [name for name in RESERVED if name in parts]:
         raise ValueError(
             f"the returned dict names a part {taken[0]!r}, which is reserved; choose another name"
@@ -199,10 +208,18 @@ def outcome_of(result: Any) -> Outcome:
     return Outcome("scored", _number(result["score"], "the score"), parts)
 
 
+def recorded(value: Any, name: str) -> float | str | None:
+    """Return a part of a score: a number, None, or text; lists and mappings become JSON. Text is cut."""
+    if value is None or not isinstance(value, str | list | tuple | Mapping):
+        return None if value is None else _number(value, name)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text[:_LONGEST_TEXT].encode(errors="replace").decode()  # without lone surrogates
+
+
 def _number(value: Any, name: str) -> float:
     # float() accepts strings: a function that returns its answer instead of a score would go unnoticed.
     if isinstance(value, str | bytes):
-        raise TypeError(f"{name} is {value!r:.80}: expected a number, found text (leave such parts out)")
+        raise TypeError(f"{name} is {value!r:.80}: expected a number, found text")
     try:
         return float(value)
     except (TypeError, ValueError) as error:

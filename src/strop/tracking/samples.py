@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.columns import TOKEN_COLUMNS
+from strop.columns import REWARD_TEXT, TOKEN_COLUMNS
 from strop.errors import DataError
 from strop.files import atomic_path
 from strop.terminal import printable
@@ -139,6 +139,9 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     for name, values in tensors.items():
         if name.startswith("reward/"):  # NaN (the part does not apply to the sample) becomes null
             columns[name] = pa.array(values.astype(np.float32), from_pandas=True)
+    for name, values in batch.non_tensor_batch.items():
+        if name.startswith(REWARD_TEXT):
+            columns[name] = pa.array(values.tolist(), pa.string())
     if "reward_failed" in tensors:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
     columns["response_length"] = response_ids.value_lengths()

@@ -11,10 +11,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import masked_sum
+from strop.columns import REWARD_TEXT
 from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
@@ -135,7 +137,8 @@ class Samples(_Cancellable):
 def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:
     """Add ``token_level_scores`` [B, T] and each part of the score as ``reward/<part>`` [B] to the batch.
 
-    Marks the samples that could not be scored (``reward_failed`` [B], bool).
+    Texts of a scorer are ``reward_text/<part>`` [B]. Marks the samples that could not be scored
+    (``reward_failed`` [B], bool).
     """
     columns = {
         "reward_failed": torch.tensor([bool(error) for error in output.errors]),
@@ -145,15 +148,20 @@ def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:
     metrics = {
         name: float(value) for name, value in output.metrics.items()
     }  # numpy's are not in a checkpoint
-    return batch.union(DataProto(columns, {}, {"reward_metrics": metrics}))
+    texts = {f"{REWARD_TEXT}{name}": np.array(values, object) for name, values in output.texts.items()}
+    return batch.union(DataProto(columns, texts, {"reward_metrics": metrics}))
 
 
 def with_equal_columns(batches: list[DataProto]) -> list[DataProto]:
-    """Fill parts of the score that only some batches have with NaN in the others."""
+    """Fill parts of the score that only some batches have with NaN in the others, and texts with None."""
     names = {name for batch in batches for name in batch.batch if name.startswith("reward/")}
+    texts = {name for batch in batches for name in batch.non_tensor_batch if name.startswith(REWARD_TEXT)}
     return [
         batch.union(
-            DataProto({name: torch.full((len(batch),), math.nan) for name in names - batch.batch.keys()})
+            DataProto(
+                {name: torch.full((len(batch),), math.nan) for name in names - batch.batch.keys()},
+                {name: np.full(len(batch), None) for name in texts - batch.non_tensor_batch.keys()},
+            )
         )
         for batch in batches
     ]
