@@ -13,6 +13,7 @@ from torch import nn
 
 import strop
 from strop import torch_private
+from strop.controller.group import plain_class
 from strop.models import transformers_private
 
 SOURCE = Path(strop.__file__).parent
@@ -203,3 +204,14 @@ def test_names_of_ray():
     assert ray_private.RayParams(num_cpus=2, include_dashboard=False).num_cpus == 2
     assert "gcs_address" in dir(ray_private.Node)
     assert ray_private.find_gcs_addresses() == set() or all(ray_private.find_gcs_addresses())
+
+
+def test_the_class_that_ray_remote_has_wrapped():
+    ray = pytest.importorskip("ray")
+
+    class Plain:
+        pass
+
+    assert plain_class(ray.remote(Plain)) is Plain
+    assert plain_class(ray.remote(num_cpus=2)(Plain)) is Plain
+    assert plain_class(Plain) is Plain

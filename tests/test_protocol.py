@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.protocol import DataProto
+from strop.rewards.reward_output import RewardOutput
 
 from messages import naming
 
@@ -108,3 +109,51 @@ def test_concat_undoes_split(rows: int, size: int):
     again = DataProto.concat(data.split(size))
     assert torch.equal(again.batch["x"], data.batch["x"])
     assert list(again.non_tensor_batch["name"]) == list(data.non_tensor_batch["name"])
+
+
+def test_columns_are_selected_by_kind():
+    """verl: ``pop`` takes what is named, ``select`` also the whole kind that is not named."""
+    data = _three_rows()
+    assert set(data.select(batch_keys=["ids"]).non_tensor_batch) == {"uid", "messages"}
+    assert list(data.select(non_tensor_batch_keys=["uid"]).batch) == ["ids"]
+    assert [*data.select("uid").batch, *data.select("uid").non_tensor_batch] == ["uid"]
+    taken = data.pop(batch_keys=["ids"], non_tensor_batch_keys=["uid"])
+    assert (list(taken.batch), list(taken.non_tensor_batch)) == (["ids"], ["uid"])
+    assert (list(data.batch), list(data.non_tensor_batch)) == ([], ["messages"])
+    with pytest.raises(KeyError, match="ids"):
+        data.pop(batch_keys=["ids"])
+
+
+def test_names_of_verl_for_operations():
+    data = _three_rows()
+    assert list(data.repeat(repeat_times=2, interleave=True).non_tensor_batch["uid"]) == list("aabbcc")
+    assert [len(part) for part in data.chunk(chunks=3)] == [1, 1, 1]
+    assert data.rename(old_keys=["ids"], new_keys=["tokens"]) is data
+    assert list(data.batch) == ["tokens"]
+    assert list(data.rename("tokens", "ids").batch) == ["ids"]
+    assert data.batch.batch_size == torch.Size([3])
+    columns = {"ids": torch.ones(2, 1), "uid": np.array(["a", "b"], dtype=object), "tags": [[1], [2]]}
+    found = DataProto.from_single_dict(columns, meta_info={"step": 1})
+    assert (set(found.batch), set(found.non_tensor_batch)) == ({"ids"}, {"uid", "tags"})
+    assert found.meta_info == {"step": 1}
+    assert DataProto.from_single_dict(found) is found
+
+
+def test_mini_batches_are_iterated_in_the_order_of_torchs_loader():
+    data = DataProto.from_dict({"x": torch.arange(6)}, {"name": list("abcdef")}, {"step": 4})
+    parts = list(data.make_iterator(mini_batch_size=2, epochs=2))
+    assert [part.batch["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]] * 2
+    assert list(parts[1].non_tensor_batch["name"]) == ["c", "d"]
+    assert parts[1].meta_info == {"step": 4}
+    drawn = data.make_iterator(3, epochs=2, seed=5, dataloader_kwargs={"shuffle": True})
+    generator = torch.Generator().manual_seed(5)
+    loader = torch.utils.data.DataLoader(torch.arange(6), 3, shuffle=True, generator=generator)
+    assert [part.batch["x"].tolist() for part in drawn] == [x.tolist() for _ in range(2) for x in loader]
+    with pytest.raises(ValueError, match=naming("6", "4")):
+        data.make_iterator(4, epochs=1)
+
+
+def test_the_output_of_a_reward_manager_is_stored_as_its_scores():
+    data, scores = _three_rows(), torch.ones(3, 2)
+    data.batch["token_level_scores"] = RewardOutput(scores, {}, {}, [], [""] * 3)
+    assert data.batch["token_level_scores"] is scores

@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 RowIndex = slice | Sequence[int] | Tensor | np.ndarray
 
@@ -35,6 +36,11 @@ class TensorColumns(dict[str, Tensor]):
     def batch_size(self) -> torch.Size:
         """``[B]``; ``[0]`` without a column."""
         return torch.Size([next(map(len, self.values()), 0)])
+
+    def __setitem__(self, name: str, column: Any) -> None:
+        # the output of a reward manager stands for its scores
+        scores = column if isinstance(column, Tensor) else getattr(column, "token_level_scores", column)
+        super().__setitem__(name, scores)
 
 
 @dataclass
@@ -76,6 +82,16 @@ class DataProto:
         """Build from any mappings; lists become object columns."""
         columns = {name: _object_column(values) for name, values in (non_tensors or {}).items()}
         return cls(dict(tensors or {}), columns, dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any] | DataProto, meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """Build from one mapping of columns: tensors, and objects. A ``DataProto`` is returned as it is."""
+        if isinstance(data, DataProto):
+            return data
+        tensors = {name: column for name, column in data.items() if isinstance(column, Tensor)}
+        return cls.from_dict(tensors, {n: data[n] for n in data.keys() - tensors.keys()}, meta_info)
 
     def __len__(self) -> int:
         for _, column in self._columns():
@@ -132,8 +148,20 @@ class DataProto:
             {**self.meta_info, **other.meta_info},
         )
 
-    def select(self, *names: str) -> DataProto:
-        """Return the named columns; ``KeyError`` lists missing and existing names."""
+    def select(
+        self,
+        *names: str,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Return the named columns; ``KeyError`` lists missing and existing names.
+
+        With ``batch_keys`` or ``non_tensor_batch_keys`` alone, all columns of the other kind are returned.
+        """
+        if batch_keys is not None or non_tensor_batch_keys is not None:
+            tensors = self.batch if batch_keys is None else batch_keys
+            objects = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
+            names = (*names, *tensors, *objects)
         missing = [name for name in names if name not in self]
         if missing:
             raise KeyError(
@@ -145,19 +173,30 @@ class DataProto:
             dict(self.meta_info),
         )
 
-    def pop(self, *names: str) -> DataProto:
-        """Remove the named columns and return them in a new container."""
+    def pop(
+        self, *names: str, batch_keys: Iterable[str] = (), non_tensor_batch_keys: Iterable[str] = ()
+    ) -> DataProto:
+        """Remove the named columns, of all three arguments, and return them in a new container."""
+        names = (*names, *batch_keys, *non_tensor_batch_keys)
         taken = self.select(*names)
         for name in names:
             self.batch.pop(name, None)
             self.non_tensor_batch.pop(name, None)
         return taken
 
-    def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Repeat every row ``times`` times: adjacent (``interleave``), or the whole batch after itself."""
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Rename columns of tensors in this container, and return it."""
+        olds, news = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
+        names = dict(zip(olds, news, strict=True))
+        self.batch = TensorColumns({names.get(name, name): t for name, t in self.batch.items()})
+        return self
+
+    def repeat(self, repeat_times: int, interleave: bool = True) -> DataProto:
+        """Repeat every row: adjacent (``interleave``), or the whole batch after itself."""
+        n = repeat_times
         if interleave:
-            return self._map(lambda t: t.repeat_interleave(times, dim=0), lambda a: np.repeat(a, times))
-        return self._map(lambda t: t.repeat(times, *[1] * (t.dim() - 1)), lambda a: np.tile(a, times))
+            return self._map(lambda t: t.repeat_interleave(n, dim=0), lambda a: np.repeat(a, n))
+        return self._map(lambda t: t.repeat(n, *[1] * (t.dim() - 1)), lambda a: np.tile(a, n))
 
     def reorder(self, indices: Sequence[int] | Tensor) -> DataProto:
         """Return the rows in another order."""
@@ -169,11 +208,30 @@ class DataProto:
             raise ValueError(f"DataProto.split: size {size}, expected at least 1")
         return [self[start : start + size] for start in range(0, len(self), size)]
 
-    def chunk(self, pieces: int) -> list[DataProto]:
-        """Return ``pieces`` consecutive parts of equal size; ``ValueError`` if the rows do not divide."""
-        if pieces < 1 or len(self) % pieces:
-            raise ValueError(f"DataProto.chunk: {len(self)} rows do not divide into {pieces} equal parts")
-        return self.split(max(len(self) // pieces, 1))
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Return ``chunks`` consecutive parts of equal size; ``ValueError`` if the rows do not divide."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(f"DataProto.chunk: {len(self)} rows do not divide into {chunks} equal parts")
+        return self.split(max(len(self) // chunks, 1))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Iterate over mini-batches of equal size, ``epochs`` times.
+
+        ``dataloader_kwargs={"shuffle": True}`` draws a new order every epoch, from ``seed``. Raises
+        ``ValueError`` if the rows do not divide.
+        """
+        if len(self) % mini_batch_size:
+            raise ValueError(f"DataProto: {len(self)} rows do not divide into parts of {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        numbers: Any = range(len(self))
+        loader = DataLoader(numbers, mini_batch_size, generator=generator, **(dataloader_kwargs or {}))
+        return (self[rows] for _ in range(epochs) for rows in loader)
 
     @staticmethod
     def concat(parts: Iterable[DataProto]) -> DataProto:

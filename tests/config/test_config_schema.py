@@ -33,6 +33,13 @@ def test_a_config_cannot_be_changed():
         config.trainer.total_epochs = 3
 
 
+def test_a_section_is_read_as_a_dict_is():
+    config = load_config()
+    assert config.reward_model.get("reward_manager", "prime") == "naive"
+    assert config.trainer.get("of_another_system", 3) == 3
+    assert config.get("get") is None
+
+
 @pytest.mark.parametrize(
     ("override", "found", "expected"),
     [

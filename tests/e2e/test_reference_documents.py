@@ -2,32 +2,118 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
+import reference_forms
+import torch
 
-from strop import NVMegatronRayWorkerGroup, RayPPOTrainer, RayWorkerGroup, RewardManager
+import strop
+from strop import (
+    DataProto,
+    LocalWorkerGroup,
+    NVMegatronRayWorkerGroup,
+    RayPPOTrainer,
+    RayWorkerGroup,
+    RewardManager,
+    verl,
+)
 from strop.config.load import load_config
+from strop.errors import ConfigError
 from strop.models.loader import load_scorer, load_tokenizer
+from strop.rewards.router import default_compute_score
+from strop.rewards.score import gsm8k, math
 
 import forked
 import tiny_model
-from runs import hashes, make_inputs, metrics, overrides, train
+from runs import fit, hashes, make_inputs, metrics, overrides, train
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / ".." / "shared" / "reference"
+FROM_VERL = Path(__file__).parents[2] / "docs" / "from_verl.md"
 PARTS = ("role_worker_mapping = {", "reward_fn = RewardManager", "trainer = RayPPOTrainer(")
 
 
+def document(name: str) -> str:
+    """The text of a document; the test is skipped where the documents are not."""
+    if not (DOCUMENTS / name).is_file():
+        pytest.skip(f"the reference document is not there: {DOCUMENTS / name}")
+    return (DOCUMENTS / name).read_text()
+
+
 def code_blocks(name: str, language: str) -> list[str]:
-    document = DOCUMENTS / name
-    if not document.is_file():
-        pytest.skip(f"the reference document is not there: {document}")
-    blocks = re.findall(rf"\.\. code:: {language}\n\n((?: {{3}}.*\n|\s*\n)+)", document.read_text())
+    blocks = re.findall(rf"\.\. code:: {language}\n\n((?: {{3}}.*\n|\s*\n)+)", document(name))
     return [textwrap.dedent(block) for block in blocks]
+
+
+def of_architecture() -> dict[str, str]:
+    """The programs in the first document, by their name in ``reference_forms``."""
+    blocks = code_blocks("ppo_example_architecture.rst", "python")
+    main = "\n".join(next(block for block in blocks if part in block) for part in PARTS)
+    return {"MAIN": main, "SCORERS": next(block for block in blocks if "_select_rm_score_fn" in block)}
+
+
+def of_notes() -> dict[str, str]:
+    """The programs in the second document, whose blocks mix statements with prose."""
+    text = document("ppo_code_reading_notes.md")
+    lines = [line.strip() for line in text.splitlines()]
+    whole = "\n".join(line.partition(" -> self.")[0].removeprefix("-> ") for line in lines)
+    block = next(block for block in text.split("```") if "apply_kl_penalty(" in block)
+    iteration = [line for line in block.splitlines() if line[:1].isalpha() and is_python(line)]
+    for row in reversed(range(len(iteration))):
+        name = iteration[row].partition(" = ")[0]
+        if name in ("gen_batch_output", "ref_log_prob", "values"):  # the notes say once that they are joined
+            iteration.insert(row + 1, f"batch = batch.union({name})")
+
+    def of(*starts: str) -> str:
+        return "\n".join(next(line for line in whole.splitlines() if line.startswith(s)) for s in starts)
+
+    mapping = re.search(r"role_worker_mapping = \{.*?\}", text, re.DOTALL)
+    assert mapping is not None
+    managers = "reward_fn = load", "val_reward_fn = load", "reward_manager_name ="
+    return {
+        "WORKERS": mapping.group(),
+        "INPUTS": of(*managers, "train_dataset = ", "val_dataset = "),
+        "LOADERS": of("self._create_dataloader"),
+        "ITERATION": "\n".join(iteration),
+        "LOSS": of("log_probs = logprobs_from", "pg_loss, "),
+    }
+
+
+def is_python(line: str) -> bool:
+    try:
+        ast.parse(line)
+    except SyntaxError:
+        return False
+    return True
+
+
+def program(name: str) -> Any:
+    """Return a program of the documents, or of ``reference_forms`` on a machine without them.
+
+    Nothing is changed but where names are imported from.
+    """
+    found = vars(reference_forms)
+    if DOCUMENTS.is_dir():
+        found = of_architecture() | of_notes()
+    return compile(re.sub(r"from verl\.[\w.]+ import", "from strop import", found[name]), name, "exec")
+
+
+def calls(text: str) -> set[tuple[str, ...]]:
+    """The functions that a program calls, with the names of their arguments."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return {(ast.unparse(call.func), *sorted(str(arg.arg) for arg in call.keywords)) for call in found}
+
+
+def test_the_programs_for_machines_without_the_documents_have_their_calls():
+    for name, text in {**of_architecture(), **of_notes()}.items():
+        assert calls(text) <= calls(getattr(reference_forms, name)), name
 
 
 def test_the_reference_documents_yaml_trains_one_step(tmp_path, monkeypatch):
@@ -61,13 +147,6 @@ def test_the_reference_documents_yaml_trains_one_step(tmp_path, monkeypatch):
     assert list(run.rglob("*.wandb"))
 
 
-def reference_main() -> str:
-    """The blocks that make up the main, with nothing changed but where names are imported from."""
-    blocks = code_blocks("ppo_example_architecture.rst", "python")
-    code = "\n".join(next(block for block in blocks if part in block) for part in PARTS)
-    return re.sub(r"from verl\.[\w.]+ import", "from strop import", code)
-
-
 def inputs_with_reward_model(folder: Path) -> tuple[Path, list[str]]:
     """Inputs of a run, and the options for a reward model."""
     inputs = make_inputs(folder)
@@ -88,7 +167,7 @@ def run_reference_main(inputs: Path, options: list[str]) -> Any:
         "RayPPOTrainer": RayPPOTrainer,
         "RewardManager": RewardManager,
     }
-    exec(compile(reference_main(), "ppo_example_architecture.rst", "exec"), names)
+    exec(program("MAIN"), names)
     return names["trainer"]
 
 
@@ -121,3 +200,128 @@ def test_the_megatron_branch_of_the_main_trains_as_fsdp_in_one_process(ray_sessi
     for line, other in zip(metrics(tmp_path / "ray"), metrics(tmp_path / "local"), strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-4)
     trainer.shutdown()
+
+
+class ByTheNotes(RayPPOTrainer):
+    """An iteration is the one of the notes; everything around it is the run's."""
+
+    def step(self, prompts):
+        batch = DataProto.from_single_dict(prompts)
+        batch.non_tensor_batch["uid"] = np.array([str(row) for row in range(len(batch))], dtype=object)
+        gen_batch = batch.pop(batch_keys=["input_ids", "attention_mask", "position_ids"])
+        names: dict[str, Any] = {
+            "self": self,
+            "gen_batch": gen_batch,
+            "batch": batch.repeat(repeat_times=self.config.actor_rollout_ref.rollout.n, interleave=True),
+            "apply_kl_penalty": verl.apply_kl_penalty,
+            "compute_advantage": verl.compute_advantage,
+        }
+        exec(program("ITERATION"), names)
+        outputs = [names["critic_output"].meta_info, names["actor_output"].meta_info]
+        return names["batch"], {**names["kl_metrics"], **outputs[0]["metrics"], **outputs[1]["metrics"]}
+
+
+def train_by_the_notes(options: list[str], trainer_cls: type, group_cls: type) -> Any:
+    """Train with what the notes say; return the trainer."""
+    config = load_config(options)
+    names: dict[str, Any] = {"config": config, "ray": ray, "processor": None, "collate_fn": None}
+    names |= {name: getattr(strop, name) for name in strop.BUILDING_BLOCKS}
+    names |= {"train_sampler": None, "tokenizer": load_tokenizer(config.actor_rollout_ref.model.path)}
+    exec(program("WORKERS"), names)
+    exec(program("INPUTS"), names)
+    roles = names["role_worker_mapping"]
+    pools = strop.ResourcePoolManager({"all": [config.trainer.n_gpus_per_node]}, dict.fromkeys(roles, "all"))
+    trainer = trainer_cls(
+        config,
+        names["tokenizer"],
+        roles,
+        pools,
+        group_cls,
+        names["reward_fn"],
+        names["val_reward_fn"],
+        names["train_dataset"],
+        names["val_dataset"],
+    )
+    exec(program("LOADERS"), names | {"self": trainer})
+    trainer.init_workers()
+    fit(trainer)
+    return trainer
+
+
+def trained_as_ever(folder: Path, group_cls: type, *options: str, by: type = ByTheNotes) -> Any:
+    """Train by the notes and as ever, require equal results, and return the first trainer."""
+    inputs = make_inputs(folder)
+    trainers, lines = [], []
+    for kind in (by, RayPPOTrainer):
+        run = folder / kind.__name__
+        trainers.append(train_by_the_notes(overrides(inputs, run, *options), kind, group_cls))
+        lines.append(metrics(run)[-1])
+    assert hashes(trainers[0]) == hashes(trainers[1])
+    for name in ("critic/kl", "critic/kl_coeff", "actor/pg_loss", "critic/vf_loss", "actor/lr"):
+        assert lines[0][name] == lines[1][name], name
+    trainers[1].shutdown()
+    return trainers[0]
+
+
+def test_the_iteration_of_the_notes_trains_as_the_run_does(tmp_path):
+    trainer = trained_as_ever(tmp_path, LocalWorkerGroup, "trainer.worker_group=local")
+    assert [len(trainer.train_dataloader), len(list(trainer.train_dataloader))] == [3, 1]  # 2 steps are done
+    assert [test_data.batch["input_ids"].shape for test_data in trainer.val_dataloader] == [(6, 8)]
+    assert trainer.kl_ctrl.value == 0.005
+    with pytest.raises(ConfigError, match="reward_model"):
+        trainer.rm_wg.compute_rm_score(None)
+
+
+def test_the_iteration_of_the_notes_with_a_full_kl(tmp_path):
+    trained_as_ever(tmp_path, LocalWorkerGroup, "trainer.worker_group=local", "algorithm.kl_penalty=full")
+
+
+def test_the_iteration_of_the_notes_on_ray(ray_session, tmp_path):
+    trainer = trained_as_ever(
+        tmp_path, RayWorkerGroup, "trainer.worker_group=ray", "trainer.n_gpus_per_node=2"
+    )
+    assert trainer.actor.worker_cls is strop.ActorRolloutRefWorker
+    trainer.shutdown()
+
+
+def test_the_loop_of_from_verl(tmp_path):
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(FROM_VERL.read_text().split("```python\n")[1].split("```")[0], names)
+    trained_as_ever(tmp_path, LocalWorkerGroup, "trainer.worker_group=local", by=names["Mine"])
+
+
+def test_the_scorers_of_the_document():
+    names: dict[str, Any] = {"gsm8k": gsm8k, "math": math}
+    exec(program("SCORERS"), names)
+    select = names["_select_rm_score_fn"]
+    assert select("openai/gsm8k")("It is\n#### 1,234.", "1234") == 1
+    assert select("lighteval/MATH")("so \\boxed{\\frac12}", "\\frac{1}{2}") == 1
+    with pytest.raises(NotImplementedError):
+        select("mine")
+    with pytest.raises(NotImplementedError):
+        default_compute_score("mine", "1", "1")
+    manager = RewardManager(tiny_model.build_tokenizer(), 0)
+    with pytest.raises(NotImplementedError):
+        manager.validate_sources(["mine"])
+    assert manager.compute_score(data_source="openai/gsm8k", solution_str="#### 3", ground_truth="3") == 1
+
+
+def test_the_loss_of_the_notes():
+    names: dict[str, Any] = {
+        "logits": torch.tensor([[[0.0, 0.0], [0.0, 3.0]]]),
+        "micro_batch": {"responses": torch.tensor([[1, 0]])},
+        "logprobs_from_logits": verl.logprobs_from_logits,
+        "core_algos": verl,
+        "old_log_prob": torch.tensor([[-1.0, -2.0]]),
+        "log_prob": torch.tensor([[-1.0, -1.0]], requires_grad=True),
+        "advantages": torch.tensor([[1.0, 2.0]]),
+    }
+    exec(program("LOSS"), names)
+    # log(1/2), and log(1 / (1 + e^3))
+    torch.testing.assert_close(names["log_probs"], torch.tensor([[-0.693147, -3.048587]]))
+    # ratios 1 and e, the second clipped at 1.2: -(1 * 1 + 2 * 1.2) / 2
+    assert names["pg_loss"].item() == pytest.approx(-1.7)
+    assert names["pg_clipfrac"].item() == 0.5
+    assert names["ppo_kl"].item() == pytest.approx(-0.5)
+    names["pg_loss"].backward()
+    assert names["log_prob"].grad.tolist() == [[-0.5, 0.0]]

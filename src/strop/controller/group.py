@@ -79,6 +79,15 @@ def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, t
     }
 
 
+def plain_class(worker_cls: Any) -> type:
+    """Return the class that ``ray.remote`` has wrapped, or ``worker_cls`` itself."""
+    if not hasattr(worker_cls, "__ray_metadata__"):
+        return worker_cls
+    from strop.controller.ray.ray_private import wrapped_class
+
+    return wrapped_class(worker_cls)
+
+
 def require_mark(worker_cls: type, name: str, group: str) -> Mark:
     """Return the mark of a method; ``AttributeError`` when it has none."""
     if (mark := mark_of(worker_cls, name)) is None:
@@ -133,6 +142,7 @@ class LocalWorkerGroup:
         name: str = "",
         settings: RunConfig | None = None,
     ) -> None:
+        worker_cls = plain_class(worker_cls)
         self.name = name or worker_cls.__name__
         self.worker = worker_cls(**init_kwargs)
         self._thread = PoolThread.of(resource_pool)

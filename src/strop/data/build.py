@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from strop.config.schema import Config
 from strop.data.loader import EpochSampler, PromptLoader, SampledBatches, collate, one_pass
 from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
@@ -88,11 +86,8 @@ def as_batch(collate_fn: Callable[[list[Any]], Any], rows: list[Any]) -> DataPro
     Raises :class:`DataError` for anything else.
     """
     found = collate_fn(rows)
-    if isinstance(found, DataProto):
-        return found
-    if not isinstance(found, Mapping):
+    if not isinstance(found, DataProto | Mapping):
         raise DataError(
             f"collate_fn returned {type(found).__name__}, expected a DataProto or a mapping of columns"
         )
-    tensors = {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
-    return DataProto.from_dict(tensors, {name: found[name] for name in found.keys() - tensors.keys()})
+    return DataProto.from_single_dict(found)

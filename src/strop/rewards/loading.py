@@ -37,7 +37,7 @@ _OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response
 def load_reward_manager(
     config: Config,
     tokenizer: Any,
-    num_examine: int,
+    num_examine: int = 0,
     functions: Mapping[str, Callable[..., Any]] | None = None,
     /,
     **reward_kwargs: Any,

@@ -251,6 +251,8 @@ class RewardManager(Reward):
             is_custom = isinstance(compute_score, CustomReward)
             where = compute_score.where if is_custom else f"the reward function {name_of(compute_score)}"
             own = Function(compute_score, where)
+        self.compute_score = own.function
+        """Function of one sample, which managers derived from this class may call."""
         self.composition = Composition(
             parts=read_parts(parts),
             non_stop_penalty=non_stop_penalty,

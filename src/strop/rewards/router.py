@@ -105,7 +105,7 @@ def default_compute_score(
     )
 
 
-class UnknownSourceError(RewardError):
+class UnknownSourceError(RewardError, NotImplementedError):
     """A data source without a scorer; ``known`` are the sources with one."""
 
     def __init__(self, data_source: str, known: Iterable[str]) -> None:

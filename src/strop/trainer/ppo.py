@@ -176,7 +176,7 @@ class PPO:
 
         Waits for nothing where the rollout has a separate pool and ``weights`` are sent ahead.
         """
-        prompts, seeds_PN = self.named(prompts, batch), self._seeds(batch, len(prompts))
+        prompts, seeds_PN = self.named(prompts, batch), self.seeds(batch, len(prompts))
         loading = self.weights.to_rollout(timer := PhaseTimer())
         # a numbered batch has rollout_versions; without a number all samples are of one version
         number = batch if is_off_policy(self.config) else None
@@ -207,10 +207,11 @@ class PPO:
 
     def admit(self, prompts: DataProto, batch: int) -> Future:
         """Send the prompts of a batch to the rollout, which generates it with batches started earlier."""
-        request = self._request(self.named(prompts, batch), self._seeds(batch, len(prompts)), "train", batch)
+        request = self._request(self.named(prompts, batch), self.seeds(batch, len(prompts)), "train", batch)
         return self.groups.rollout.admit_prompts.start(request)
 
-    def _seeds(self, batch: int, n_prompts: int) -> Tensor:
+    def seeds(self, batch: int, n_prompts: int) -> Tensor:
+        """Return the seeds [n_prompts, n] of the samples of batch number ``batch``."""
         n = self.config.actor_rollout_ref.rollout.n
         return sample_seeds(self.config.trainer.seed, "rollout", batch, n_prompts, n)
 

@@ -17,7 +17,6 @@ from strop.config.load import as_config
 from strop.config.roles import reference_is_the_actor, uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
-from strop.data.build import build_loaders
 from strop.data.sources import Rows
 from strop.errors import ConfigError, RewardError
 from strop.files import atomic_write_text
@@ -38,6 +37,7 @@ from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import BestValidation, Validator
 from strop.trainer.weight_sync import WeightSync
+from strop.verl import VerlNames
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,16 @@ logger = logging.getLogger(__name__)
 _GROUPS = ("actor", "rollout", "ref", "critic", "reward_model")
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(VerlNames):
     """Drive actor, rollout, reference, critic and reward model through one PPO iteration after another.
 
     Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 
     Args:
-        role_worker_mapping: the worker class of each role. Keys other than ``Role`` (strings, or members of
-            another enum) are roles of one's own: their groups are built with the others, get the calls that
-            the subclass makes, and are ``groups[name]``. See docs/own_algorithm.md.
+        role_worker_mapping: the worker class of each role, or ``ray.remote`` of it (resources are those of
+            the role's pool). Keys other than ``Role`` (strings, or members of another enum) are roles of
+            one's own: their groups are built with the others, get the calls that the subclass makes, and are
+            ``groups[name]``. See docs/own_algorithm.md.
         resource_pool_manager: where each role lives. A role that the run needs and that one of the two lacks
             is a ``ConfigError``.
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
@@ -99,9 +100,8 @@ class RayPPOTrainer:
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn = as_reward(reward_fn)
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
-        self.train_loader, self.val_loader = build_loaders(
-            self.config, tokenizer, train_dataset, val_dataset, collate_fn, train_sampler, rows
-        )
+        self.rows = rows
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         self.total_steps = 0

@@ -154,6 +154,10 @@ class Section(BaseModel):
         if resumes is not None:
             cls.resumes = resumes
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key of this section, or ``default`` if it has no such key, as a dict does."""
+        return getattr(self, name) if name in type(self).model_fields else default
+
     @field_validator("*", mode="before")
     @classmethod
     def _usable_text(cls, value: Any) -> Any:

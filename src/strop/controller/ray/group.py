@@ -12,7 +12,7 @@ import cloudpickle
 import ray
 
 from strop.config.schema.trainer import RunConfig
-from strop.controller.group import Dispatch, Future, GroupMethod, Mark, require_mark
+from strop.controller.group import Dispatch, Future, GroupMethod, Mark, plain_class, require_mark
 from strop.controller.pools import ResourcePool
 from strop.controller.ray import cluster, processes
 from strop.controller.ray.handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
@@ -53,8 +53,8 @@ class RayWorkerGroup:
         name: str = "",
         settings: RunConfig | None = None,
     ) -> None:
+        self.worker_cls = worker_cls = plain_class(worker_cls)
         self.name = name or worker_cls.__name__
-        self.worker_cls = worker_cls
         self.traffic = Traffic()
         self._read: set[str] = set()  # columns that the driver has read and will probably read again
         self._handles = settings is None or settings.handles

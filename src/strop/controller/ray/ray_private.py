@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as authentication
 from ray._private.authentication.authentication_token_setup import (
@@ -24,4 +26,10 @@ __all__ = [
     "find_gcs_addresses",
     "maybe_enable_token_auth_if_token_available",
     "ray_constants",
+    "wrapped_class",
 ]
+
+
+def wrapped_class(actor_class: Any) -> type:
+    """Return the class that ``ray.remote`` has made ``actor_class`` of."""
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
