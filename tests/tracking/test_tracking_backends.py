@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import time
 from pathlib import Path
 
@@ -131,6 +132,21 @@ def test_wandb_offline_records_every_step_and_a_resume_continues_the_run(tmp_pat
     assert run.run_id == again.run_id == (tmp_path / "wandb_run_id.txt").read_text().strip()
     assert history(first) == [(0, 0.0), (1, 0.125), (2, 0.25)]
     assert history(second) == [(2, 1.25), (3, 1.375)]
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_no_tracker_gets_a_credential(tmp_path, track, monkeypatch):
+    command = ["strop", "train", "--api-key", "Swordfish", "password=Swordfish"]
+    monkeypatch.setattr("sys.argv", command)
+    config = {"reward": {"headers": {"X": "Swordfish"}, "url": "https://ada:Swordfish@host.net/x"}, "lr": 0.5}
+    with track(tmp_path, ["wandb", "tensorboard"], config=config) as tracking:
+        tracking.log(1, {"reward": 0.5})
+    assert sys.argv is command
+    [records] = wandb_records(tmp_path, 1)
+    assert "lr" in str(records)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"Swordfish" in path.read_bytes()] == []
+    assert any(b"host.net" in path.read_bytes() for path in files)
 
 
 @pytest.mark.usefixtures("wandb_offline")

@@ -16,11 +16,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from test_tracking_samples import Letters
 
 from strop.cli.main import main
 from strop.errors import DataError
 from strop.protocol import DataProto
+from strop.tracking.machine import record_start
 from strop.tracking.page.files import RunFiles
 from strop.tracking.page.server import PageServer
 from strop.tracking.samples import TOKEN_TEXTS, write_samples
@@ -71,7 +73,7 @@ def write_run(folder: Path, *, steps: int = 3) -> Path:
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text("key: </script><script>window.hacked = 1</script>\n")
+    (folder / "config.yaml").write_text("name: </script><script>window.hacked = 1</script>\n")
     count = len(Texts.everything)
     hostile = torch.arange(100, 100 + count).repeat_interleave(2)
     for step in range(1, steps + 1):
@@ -264,6 +266,25 @@ def test_the_report_is_one_file_from_which_no_text_breaks_out(run_dir, tmp_path,
     [run] = json.loads(gzip.decompress(base64.b64decode(packed)))
     assert [step for step, _ in run["samples"]["rollouts"]] == [1, 3]
     assert [record["row"] for record in run["samples"]["rollouts"][0][1]["records"]] == list(range(6))
+
+
+def test_the_report_has_no_credential(tmp_path, monkeypatch):
+    config = {"model": {"revision": "3f9a1c7be2d84f60a5b91c3d7e8f20416a5b3c2d"}, "apiKeys": ["Swordfish"]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    monkeypatch.setattr("sys.argv", ["strop", "train", "--api-key", "Swordfish", "n=4"])
+    record_start(tmp_path, step=0)
+    assert "Swordfish" not in (tmp_path / "machine.jsonl").read_text()
+    start = {"command": ["strop", "train", "password=Swordfish"]}  # as earlier versions wrote it
+    (tmp_path / "machine.jsonl").write_text(json.dumps(start) + "\n")
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "run.html"), "--samples", "0"]) == 0
+    [packed] = re.findall(r'id="data">([A-Za-z0-9+/=]+)</script>', (tmp_path / "run.html").read_text())
+    shown = gzip.decompress(base64.b64decode(packed)).decode()
+    assert "Swordfish" not in shown
+    assert config["model"]["revision"] in shown
+    plain = "a:   1  # kept as it is\n"
+    (tmp_path / "config.yaml").write_text(plain)
+    assert RunFiles(tmp_path).facts()["config"] == plain
 
 
 def test_several_runs_need_the_page(run_dir, capsys):

@@ -18,6 +18,7 @@ from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
 from strop.config.trees import TREES, Tree
 from strop.errors import DataError
+from strop.redaction import redacted, redacted_text
 from strop.tracking.curves import CURVES_FILE, drawn_panels, series
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import format_number, names_in_order
@@ -27,19 +28,6 @@ from strop.version import __version__
 CONFIG_FILE = "config.yaml"
 _NO_RUN = Path(os.devnull)
 """Has no files."""
-_HIDDEN = "(not published)"
-_SECRET_NAMES = r"token|key|secret|password|passwd|pwd|credentials?|authorization|cookie"
-_SECRET = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.IGNORECASE)
-_IN_TEXT = (
-    (re.compile(r"(\w://)[^/@\s]+@"), rf"\1{_HIDDEN}@"),  # https://user:password@host
-    (re.compile(rf"\b((?:\w*[_-])?(?:{_SECRET_NAMES})=)\S+", re.IGNORECASE), rf"\1{_HIDDEN}"),
-    (re.compile(r"\b(Bearer|Basic) +\S+"), rf"\1 {_HIDDEN}"),
-    (re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox\w-|AKIA|ASIA)[\w-]{10,}"), _HIDDEN),
-)
-"""What looks like a credential inside a text."""
-_QUERY = re.compile(r"(\w://[^\s?]*\?)\S+")
-"""In a configuration; signatures have many names. The address of a tracker needs its query."""
-_COLUMN_KEY = re.compile(r"data\.\w+_key")
 _COMMANDS = {
     "train": "reinforcement learning",
     "sft": "supervised fine-tuning",
@@ -55,7 +43,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     out. ``step`` is the iteration of the model; None: the last one.
     """
     folder = run_folder or _NO_RUN
-    config = _without_credentials(_read(folder / CONFIG_FILE, yaml.safe_load))
+    config = redacted(_read(folder / CONFIG_FILE, yaml.safe_load))
     values, command = values_of(config), _command(config)
     architecture = str(next(iter(_read(model / "config.json", json.loads).get("architectures") or ()), ""))
     scores = architecture.endswith("ForSequenceClassification")
@@ -81,33 +69,13 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
         auto="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM",
         repo_id=repo_id,
         revision=revision,
-        addresses={name: _published(str(address)) for name, address in addresses.items()},
+        addresses={name: redacted_text(str(address)) for name, address in addresses.items()},
         metrics=_metrics([line for line in steps if step is None or line["step"] <= step]),
         curves=CURVES_FILE if (folder / CURVES_FILE).is_file() else None,
         configuration=configuration,
         fence="`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", configuration)), 3),
     )
     return str(card)
-
-
-def _without_credentials(value: Any, path: str = "") -> Any:
-    """Return values of a configuration without credentials, under their names or inside of texts."""
-    if isinstance(value, Mapping):
-        inner = f"{path}." if path else ""
-        return {name: _without_credentials(item, f"{inner}{name}") for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_credentials(item, path) for item in value]
-    if not isinstance(value, str):
-        return value
-    if _SECRET.search(path.rpartition(".")[2]) and not _COLUMN_KEY.fullmatch(path):
-        return _HIDDEN
-    return _published(_QUERY.sub(rf"\1{_HIDDEN}", value))
-
-
-def _published(text: str) -> str:
-    for pattern, shown in _IN_TEXT:
-        text = pattern.sub(shown, text)
-    return text
 
 
 def _command(config: Mapping[str, Any]) -> str | None:

@@ -26,7 +26,7 @@ class RunInfo:
     project_name: str
     experiment_name: str
     config: Mapping[str, Any]
-    """The resolved configuration, as plain values."""
+    """The resolved configuration, as plain values without credentials (``strop/redaction.py``)."""
     total_steps: int
     """The step at which the run ends."""
     start_step: int = 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.machine import usable_cores
+from strop.redaction import redacted
 
 MACHINE_FILE = "machine.jsonl"
 _PACKAGES = ("strop", "torch", "transformers", "ray", "pyarrow", "numpy")
@@ -41,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
         "gpus": _gpus(),
         "python": platform.python_version(),
         "packages": _versions(),
-        "command": sys.argv,
+        "command": redacted(sys.argv),
     }
 
 

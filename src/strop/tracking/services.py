@@ -5,6 +5,7 @@ The runs of wandb, trackio and swanlab have ``log(values, step=step)``. A packag
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,18 +13,30 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError
 from strop.files import atomic_write_text
+from strop.redaction import redacted, redacted_text
 from strop.tracking.base import RunInfo
 from strop.tracking.report import ShownPair, ShownSample, ValidationReport
 
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
 Shown = Sequence[ShownSample | ShownPair]
+
+
+@contextlib.contextmanager
+def _command_without_credentials() -> Generator[None]:
+    """Replace ``sys.argv`` in the body: wandb and swanlab record it with a run."""
+    command = sys.argv
+    sys.argv = redacted(command)
+    try:
+        yield
+    finally:
+        sys.argv = command
 
 
 class ServiceTracker:
@@ -44,7 +57,8 @@ class ServiceTracker:
         known_id = id_file.read_text().strip() if run.start_step and id_file.exists() else None
         try:
             self._package: Any = importlib.import_module(self.name)
-            run_id = self._start(run, known_id)
+            with _command_without_credentials():
+                run_id = self._start(run, known_id)
         except Exception as error:  # each package has error classes of its own
             what = f"trainer.logger {self.name!r} could not start ({type(error).__name__}: {error})"
             raise ConfigError(f"{what}. {self.remedy}" if self.remedy else what) from error
@@ -187,7 +201,7 @@ class SwanlabTracker(ServiceTracker):
         if error is None:
             self._run.finish()
         else:
-            self._run.finish("crashed", str(error) or type(error).__name__)
+            self._run.finish("crashed", redacted_text(str(error)) or type(error).__name__)
 
 
 class MlflowTracker(ServiceTracker):

@@ -19,6 +19,7 @@ from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError, raised_as
 from strop.files import atomic_write_text
+from strop.redaction import redacted
 from strop.tracking.base import AddressedTracker, RunInfo, Tracker
 from strop.tracking.jsonl import JsonlTracker
 from strop.tracking.lengths import ColumnLengths
@@ -42,7 +43,7 @@ class Tracking:
         tracker raises when it cannot start.
         """
         classes = {name: resolve_tracker(name) for name in dict.fromkeys(names)}
-        run = RunInfo(**run_info)
+        run = RunInfo(**{**run_info, "config": redacted(run_info["config"])})
         run.run_dir.mkdir(parents=True, exist_ok=True)
         self._jsonl = JsonlTracker(run)
         self._others: dict[str, Tracker] = {}

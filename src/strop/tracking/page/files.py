@@ -19,9 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import yaml
 
 from strop.columns import TOKEN_COLUMNS
 from strop.errors import DataError
+from strop.redaction import redacted, redacted_text
 from strop.tracking.curves import drawn_panels
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
@@ -118,7 +120,7 @@ class RunFiles:
         for line in machine.splitlines():
             with contextlib.suppress(ValueError):  # a line that is being written
                 starts.append(json.loads(line))
-        return {"config": config, "starts": starts}
+        return {"config": _published(config), "starts": redacted(starts)}
 
     def validation(self) -> list[dict[str, Any]]:
         """Return the report of each validation (``validation/step_*.json``) with its ``step``."""
@@ -235,6 +237,21 @@ class RunFiles:
         if not path.resolve().is_relative_to(self.folder):
             raise DataError(f"{path} leads outside the run folder, and only files inside it are shown")
         return path
+
+
+def _published(config: str) -> str:
+    """Return a configuration file without credentials; as it is if it has none."""
+    try:
+        # aliases, which strop does not write, can make a small file expand without end
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(config)):
+            return redacted_text(config)
+        values = yaml.safe_load(config)
+        shown = redacted(values)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return redacted_text(config)
+    if shown == values:
+        return config
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
