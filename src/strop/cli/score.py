@@ -24,7 +24,16 @@ from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
 from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
-from strop.rewards.arguments import BATCH_NAMES, Function, Row, Sample, ScoreFunction, named_values, values_of
+from strop.rewards.arguments import (
+    BATCH_NAMES,
+    Function,
+    Row,
+    Sample,
+    ScoreFunction,
+    named_values,
+    tail_of,
+    values_of,
+)
 from strop.rewards.custom import CustomReward
 from strop.rewards.router import BuiltInScorer, Router, UnknownSourceError
 from strop.rewards.scorer import Outcome, Scorer
@@ -186,6 +195,7 @@ class _Rows:
         self._arguments = arguments
         self._response, self._truth = arguments.response_column, arguments.ground_truth_column
         self._custom = scorer if isinstance(scorer, Scorer) else None
+        self._valued = Scorer.of(scorer) if isinstance(scorer, Scorer | BuiltInScorer) else None
         self._needs_truth = arguments.scorer not in _WITHOUT_GROUND_TRUTH
         if self._custom is not None:
             self._needs_truth = bool({"ground_truth", "ground_truths"} & set(self._custom.own.required))
@@ -219,7 +229,7 @@ class _Rows:
         if self._truth and self._custom is None and (truth is None or truth != truth):
             raise DataError(f"column {self._truth} holds {truth}: expected the answer")
         sample = Sample(self._source(row), text, truth, row.get("extra_info"))
-        return sample if self._custom is None else self._with_values(self._custom, sample, row)
+        return sample if self._valued is None else self._with_values(self._valued, sample, row)
 
     def _source(self, row: dict[str, Any]) -> str:
         """Return the row's data source; with one scorer for all rows the column is optional."""
@@ -256,7 +266,8 @@ class _Rows:
     def _prompt(self, row: Mapping[str, Any]) -> Row:
         given, tokenizer = row.get(self._arguments.prompt_column), self._tokenizer
         if row.get("prompt_ids") is not None:
-            return Row(row, given, ids=lambda: row["prompt_ids"])
+            tail = None if tokenizer is None else lambda: tail_of(row["prompt_ids"], tokenizer)
+            return Row(row, given, ids=lambda: row["prompt_ids"], tail=tail)
         if tokenizer is None or given is None:
             return Row(row, given)
         from strop.data.control_tokens import PromptError
@@ -269,7 +280,13 @@ class _Rows:
             except PromptError as error:
                 raise DataError(f"column {self._arguments.prompt_column}: {error.reason}") from None
 
-        return Row(row, given, ids=ids, text=lambda: tokenizer.decode(ids(), skip_special_tokens=False))
+        return Row(
+            row,
+            given,
+            ids=ids,
+            text=lambda: tokenizer.decode(ids(), skip_special_tokens=False),
+            tail=lambda: tail_of(ids(), tokenizer),
+        )
 
     @staticmethod
     def _require(function: Function, known: Mapping[str, Any], row: Mapping[str, Any]) -> None:

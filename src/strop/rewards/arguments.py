@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,6 +50,7 @@ SAMPLE_NAMES = {
     "solution_str": "the same",
     "prompt": "the prompt's text: the data's own, or that of the messages with the chat template",
     "messages": "the prompt as chat messages; a plain text is one user message",
+    "response_prefix": "what the prompt wrote of the response: a tag at its end, as <think>; else empty",
     "ground_truth": "reward_model.ground_truth of the row; without it the column ground_truth",
     "data_source": "the data source of the row",
     "extra_info": "the column extra_info; None without it",
@@ -234,6 +236,8 @@ class Row:
     """Its token ids; None if they are not known."""
     text: Callable[[], str] | None = None
     """Its text as the model reads it; None if that is not known."""
+    tail: Callable[[], str] | None = None
+    """Its text after the last special token (``tail_of``); None if that is not known."""
 
     @property
     def is_chat(self) -> bool:
@@ -248,6 +252,28 @@ class Row:
             ]
         text = self.text() if self.given is None and self.text is not None else self.given
         return [{"role": "user", "content": text}]
+
+    def response_prefix(self) -> str:
+        """Return the text of an assistant's last message, else a tag that the prompt ends with, or ""."""
+        if self.is_chat and (last := self.given[-1]).get("role") == "assistant":
+            return last["content"] if isinstance(last.get("content"), str) else ""
+        text = self.tail() if self.tail is not None else self.given
+        if not isinstance(text, str):
+            return ""
+        found = _OPENED.search(text) or _CLOSED.fullmatch(text)
+        return found["tags"] if found else ""
+
+
+_OPENED = re.compile(r"(?P<tags><\w+>\s*)\Z")
+# As templates without thinking write; in a text prompt it is part of the instructions.
+_CLOSED = re.compile(r"\s*\w*\s*(?P<tags><(\w+)>\s*</\2>\s*)")
+
+
+def tail_of(prompt_ids: Sequence[int], tokenizer: Any) -> str:
+    """Return a prompt's text after its last special token, which may look like a tag: ``<assistant>``."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    last = max((place for place, number in enumerate(prompt_ids) if number in special), default=-1)
+    return tokenizer.decode(prompt_ids[last + 1 :])
 
 
 def named_values(
@@ -270,6 +296,8 @@ def named_values(
         known["prompt"] = row.text
     if row.given is not None or row.text is not None:
         known["messages"] = row.messages
+    if row.given is not None or row.tail is not None:
+        known["response_prefix"] = row.response_prefix
     if (ids := row.ids) is not None:
         known |= {"prompt_ids": ids, "n_prompt_tokens": lambda: len(ids())}
     if response_ids is not None:
@@ -347,6 +375,7 @@ class SampleValues:
             given=None if self._given is None else self._given[prompt],
             ids=lambda: self._ids(prompt),
             text=lambda: self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False),
+            tail=lambda: tail_of(self._ids(prompt), self._tokenizer),
         )
         return named_values(
             self._wanted,

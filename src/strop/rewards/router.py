@@ -21,7 +21,7 @@ class BuiltInScorer:
     Raises ``ConfigError`` for options that it does not take; ``where`` is their configuration key.
     """
 
-    argument_names = frozenset({"solution_str", "ground_truth", "n_response_tokens"})
+    argument_names = frozenset({"solution_str", "ground_truth", "n_response_tokens", "response_prefix"})
     """See ``strop.rewards.arguments.Function``."""
 
     def __init__(self, name: str, options: Mapping[str, Any], *, where: str = "") -> None:
@@ -45,10 +45,17 @@ class BuiltInScorer:
             self(solution_str="", ground_truth="0", n_response_tokens=0)
 
     def __call__(
-        self, *, solution_str: str, ground_truth: Any, n_response_tokens: int | None = None, **_others: Any
+        self,
+        *,
+        solution_str: str,
+        ground_truth: Any,
+        n_response_tokens: int | None = None,
+        response_prefix: str = "",
+        **_others: Any,
     ) -> Any:
-        # No other scorer counts tokens.
-        known = {"n_tokens": n_response_tokens} if self._name == "length" else {}
+        # No other scorer counts tokens, or reads what the prompt wrote.
+        further = {"length": {"n_tokens": n_response_tokens}, "format": {"response_prefix": response_prefix}}
+        known = further.get(self._name, {})
         return load_backend(SCORERS[self._name])(solution_str, ground_truth, **known, **self._options)
 
     def require_ready(self, deadline_s: float) -> None:

@@ -26,11 +26,17 @@ THINK_ANSWER = (
 
 
 def compute_format_score(
-    solution_str: str, ground_truth: Any = None, *, pattern: str = THINK_ANSWER, score: float = 1.0
+    solution_str: str,
+    ground_truth: Any = None,
+    *,
+    pattern: str = THINK_ANSWER,
+    score: float = 1.0,
+    response_prefix: str = "",
 ) -> float:
     """Return ``score`` if the whole stripped response matches ``pattern``, else 0.
 
-    ``pattern`` is a regular expression whose dot also matches line ends.
+    ``pattern`` is a regular expression whose dot also matches line ends. ``response_prefix`` is what the
+    prompt wrote of the response: templates of models that think end with ``<think>``.
 
     Raises:
         ValueError: ``pattern`` is not a regular expression.
@@ -39,7 +45,7 @@ def compute_format_score(
         form = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
-    return score if form.fullmatch(solution_str.strip()) else 0.0
+    return score if form.fullmatch((response_prefix + solution_str).strip()) else 0.0
 
 
 Unit = Literal["words", "characters", "tokens"]
