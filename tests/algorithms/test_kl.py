@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import (
     KL_KINDS,
     AdaptiveKLController,
@@ -32,6 +33,7 @@ NAN = math.nan
         ("k2", [0.5, 2.0, 0.0]),
         ("low_var_kl", [0.3678794, 4.3890561, 0.0]),  # e^-1 - 1 + 1, e^2 - 1 - 2
         ("k3", [0.3678794, 4.3890561, 0.0]),
+        ("low_var_kl_clamped", [0.3678794, 4.3890561, 0.0]),
     ],
 )
 def test_estimates_by_hand(kind, expected):
@@ -50,13 +52,35 @@ def test_gradients_at_d_of_minus_2(kind, gradient):
     assert log_prob.grad.item() == pytest.approx(gradient)
 
 
-def test_low_var_kl_is_clamped_in_value_and_its_gradient_stays_finite():
-    # d = -5: 142 -> 10; d = 15: 14 -> 10; d = -1000: without the clamp of d, the gradient would be 0 x inf
-    log_prob = torch.tensor([-5.0, 0.0, -1000.0], requires_grad=True)
-    kl = kl_penalty(log_prob, torch.tensor([0.0, -15.0, 0.0]), "low_var_kl")
-    assert kl.tolist() == [10.0, 10.0, 10.0]
+def test_k3_has_the_gradient_of_its_formula_also_where_tokens_moved_far():
+    # 1 - exp(-d): d = -3: 1 - e^3; d = -5: 1 - e^5; d = 15: 1; d = -1000: beyond the clamp of d none
+    d = torch.tensor([-3.0, -5.0, 15.0, -1000.0], dtype=torch.float64, requires_grad=True)
+    kl = kl_penalty(d, torch.zeros(4), "k3")
+    assert kl.tolist() == pytest.approx([16.0855369, 142.4131591, 14.0000003, 485165174.4])
     kl.sum().backward()
-    assert log_prob.grad.tolist() == [0.0, 0.0, 0.0]
+    assert d.grad.tolist() == pytest.approx([-19.0855369, -147.4131591, 0.9999997, 0.0])
+
+
+def test_the_clamped_k3_is_verls():
+    # d = -5: 142 -> 10; d = 15: 14 -> 10; d = -1000: without the clamp of d, the gradient would be 0 x inf
+    log_prob = torch.tensor([-5.0, 0.0, -1000.0, -1.0], requires_grad=True)
+    kl = kl_penalty(log_prob, torch.tensor([0.0, -15.0, 0.0, 0.0]), "low_var_kl_clamped")
+    assert kl.tolist() == pytest.approx([10.0, 10.0, 10.0, 0.7182818])
+    kl.sum().backward()
+    assert log_prob.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, -1.7182818])
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3, 0.1])
+def test_k3_keeps_its_digits_in_float32(size):
+    d = torch.linspace(-size, size, 10_001)
+    found, mask = kl_penalty(d, torch.zeros_like(d), "k3"), torch.ones_like(d)[None]
+    exact = (
+        (-d.double()).exp() - 1 + d.double() if size > 1e-3 else d.double() ** 2 / 2 * (1 - d.double() / 3)
+    )
+    rounding = 2**-23 * d.double().abs()  # of expm1: one unit in the last place of d
+    assert ((found.double() - exact).abs() <= rounding + 1e-6 * exact).all()
+    sampled = rollout_statistics(d[None], torch.zeros_like(d)[None], mask)
+    assert sampled.kl == pytest.approx((d.double() ** 2 / 2).mean().item(), rel=0.1)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KL_KINDS) - {"full"}))

@@ -34,6 +34,27 @@ def test_full_kl_by_hand():
         assert scored.full_kl_N.item() == pytest.approx(kl, abs=1e-6)
 
 
+def test_full_kl_counts_words_that_the_reference_makes_very_unlikely():
+    # policy (1/2, 1/2); reference logits 0, -1500: log ref = 0, -1500; KL = -ln 2 + 750, and by the policy's
+    # logit difference z: p q (z + 1500) at p = q = 1/2, z = 0: 375
+    logits = torch.zeros(1, 2, requires_grad=True)
+    ref_logits = torch.tensor([[0.0, -1500.0]])
+    scored = token_log_probs(logits, identity, torch.tensor([0]), temperature=1.0, ref=(ref_logits, identity))
+    assert scored.full_kl_N.item() == pytest.approx(750 - 0.6931472)
+    scored.full_kl_N.sum().backward()
+    assert logits.grad[0].tolist() == pytest.approx([-375.0, 375.0])
+
+
+@pytest.mark.parametrize("forbidden", [-torch.inf, torch.finfo(torch.float32).min])
+def test_full_kl_counts_words_that_the_reference_forbids_as_1000(forbidden):
+    logits = torch.zeros(1, 2, requires_grad=True)
+    ref = (torch.tensor([[0.0, forbidden]]), identity)
+    scored = token_log_probs(logits, identity, torch.tensor([0]), temperature=1.0, ref=ref)
+    assert scored.full_kl_N.item() == pytest.approx(500 - 0.6931472)
+    (3 * scored.full_kl_N).sum().backward()
+    assert logits.grad[0].tolist() == pytest.approx([-750.0, 750.0])
+
+
 def test_the_reference_gets_no_gradient():
     hidden, ref_hidden = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     scored = token_log_probs(

@@ -58,7 +58,11 @@ def test_a_section_is_read_as_a_dict_is():
         ("actor_rollout_ref.actor.rollout_is=x", "'x'", "one of token, sequence or null"),
         ("data.train_files=2147483648", "2147483648", "string or list of strings"),
         ("trainer=5", "5", "a section (a mapping of keys)"),
-        ("algorithm.kl_penalty=k4", "'k4'", "one of kl, k1, abs, mse, k2, low_var_kl, k3, full"),
+        (
+            "algorithm.kl_penalty=k4",
+            "'k4'",
+            "one of kl, k1, abs, mse, k2, low_var_kl, k3, low_var_kl_clamped, full",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line_with_found_and_expected(override, found, expected):

@@ -245,7 +245,7 @@ def test_every_key_that_the_table_points_to_exists():
     table, keys = _table(), all_keys()
     targets = [rule if isinstance(rule, str) else rule["to"] for rule in table["renamed"].values()]
     known = [key for key in targets if not key.endswith("*")]
-    known += [*table["values"], *table["advice"]]
+    known += [*table["values"], *table["advice"], *table["other_meaning"]]
     assert [key for key in known if key not in keys] == []
     theirs = {key for kind in ("refused", "unused") for group in table[kind] for key in group["keys"]}
     assert sorted((theirs | {*table["renamed"]}) & keys.keys()) == []
@@ -275,7 +275,12 @@ def test_unwritten_keys_that_mean_something_else_than_in_verl_are_listed():
     found = list(changed_from_verl(load_config([*group, *written]), "0.9.1"))
     assert [line.split()[0] for line in found[:-1]] == [f"{ACTOR}.clip_ratio_c"]
     in_loss = load_config([*group, f"{ACTOR}.use_kl_loss=True"])
-    assert not any(line.startswith(KL) for line in changed_from_verl(in_loss, "0.9.1"))
+    found = list(changed_from_verl(in_loss, "0.9.1"))
+    assert not any(line.startswith(KL) for line in found)
+    assert mentions(found[0], f"{ACTOR}.kl_loss_type=low_var_kl ", f"{ACTOR}.kl_loss_type=low_var_kl_clamped")
+    as_there = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=low_var_kl_clamped"]
+    found = list(changed_from_verl(load_config([*group, *as_there]), "0.9.1"))
+    assert not any("kl_loss_type" in line for line in found)
     megatron = load_config([*group, f"{ACTOR}.strategy=megatron"])
     old = list(changed_from_verl(megatron, "0.3.0.post1"))
     assert mentions(old[-1], f"{ACTOR}.megatron.tensor_model_parallel_size=4")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import log_ratio, masked_mean, masked_sum, zero_masked
+from strop.algorithms.kl import k3
 
 
 @torch.no_grad()
@@ -89,6 +90,6 @@ def rollout_statistics(
     return RolloutStatistics(
         probs_diff_mean=masked_mean(difference_BT, response_mask).item(),
         probs_diff_max=difference_BT.max().item(),
-        kl=masked_mean(d_BT.exp() - 1 - d_BT, response_mask).item(),
+        kl=masked_mean(k3(-d_BT), response_mask).item(),
         effective_sample_size=(total.square() / (n_tokens * total_of_squares)).item() if n_tokens else 1.0,
     )

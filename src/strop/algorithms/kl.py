@@ -15,7 +15,7 @@ from torch import Tensor
 from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.errors import ConfigError, TrainingError
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "low_var_kl_clamped", "full")
 KL_CONTROLLERS = ("fixed", "adaptive")
 
 
@@ -25,8 +25,8 @@ def kl_penalty(
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
     With d = log_prob - ref_log_prob: ``kl``/``k1``: d. ``abs``: |d|. ``mse``/``k2``: d^2 / 2.
-    ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d clamped to +-20 and the result to +-10, beyond which its
-    gradient is 0.
+    ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d clamped to +-20. ``low_var_kl_clamped``: the same with the
+    result clamped to 10, as in verl: tokens below d = -2.6 and above d = 11 have no gradient.
 
     With a mask, masked slots are 0 without gradient, whatever they hold; without a mask, NaN propagates.
 
@@ -46,15 +46,21 @@ def kl_penalty(
         case "mse" | "k2":
             return d.square() / 2
         case "low_var_kl" | "k3":
-            d = d.clamp(-20, 20)
-            # verl's bound; it takes the gradient from tokens below d = -2.6 and above d = 11
-            return ((-d).exp() - 1 + d).clamp(-10, 10)
+            return k3(d.clamp(-20, 20))
+        case "low_var_kl_clamped":
+            return k3(d.clamp(-20, 20)).clamp(max=10)
         case "full":
             raise ValueError(
                 "the full KL cannot be computed from the log-probs of sampled tokens; "
                 "strop.algorithms.logprobs.token_log_probs(..., ref=...) returns it as full_kl_N"
             )
     raise ConfigError(f"unknown kind of KL estimate {kind!r} (known: {', '.join(KL_KINDS)})")
+
+
+def k3(d: Tensor) -> Tensor:
+    """Return exp(-d) - 1 + d, the non-negative estimate of a KL of which the mean of d is another."""
+    # in float32 exp(-d) - 1 is 80 times too large at d = 1e-5, and may be below -d
+    return (-d).expm1() + d
 
 
 def apply_kl_penalty(scores_BT: Tensor, kl_BT: Tensor, mask_BT: Tensor, beta: float) -> Tensor:

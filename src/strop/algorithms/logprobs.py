@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
 from strop.algorithms.output_sums import VANISHES
 
+_FORBIDDEN = -1e30
+"""Words with a lower log-prob are forbidden: by a logit of -inf, or by the lowest number of a dtype."""
+
 Project = Callable[[Tensor], Tensor]
 
 
@@ -113,7 +116,9 @@ def _measure(
         if with_entropy:
             entropy_n = -(probs_nV * finite_nV).sum(-1)
         if ref_log_probs_nV is not None:
-            full_kl_n = (probs_nV * (finite_nV - ref_log_probs_nV.clamp(min=VANISHES))).sum(-1)
+            # a clamp would also bound words that the reference allows, at a low temperature for example
+            ref_log_probs_nV = ref_log_probs_nV.masked_fill(ref_log_probs_nV < _FORBIDDEN, VANISHES)
+            full_kl_n = (probs_nV * (finite_nV - ref_log_probs_nV)).sum(-1)
     return TokenLogProbs(log_probs_n, entropy_n, full_kl_n)
 
 

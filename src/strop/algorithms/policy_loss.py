@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
+from strop.algorithms.kl import k3
 from strop.algorithms.registry import register, require_parameters, resolve
 from strop.errors import ConfigError
 
@@ -208,7 +209,7 @@ def _masked(loss: Tensor, ratio: Tensor, clipped: Tensor, k: Tensor, response_ma
         ratio_BT=zero_masked(ratio.detach(), response_mask),
         clipped_BT=zero_masked(clipped.to(loss.dtype), response_mask),
         # k3 of KL(old || new): the samples are the old policy's, and exp(k) is new / old
-        approx_kl_BT=zero_masked(k.exp() - 1 - k, response_mask),
+        approx_kl_BT=zero_masked(k3(-k), response_mask),
     )
 
 

@@ -110,6 +110,11 @@ def other_defaults(version: str) -> Iterator[OtherDefault]:
             yield OtherDefault(key, there, because, kind == "results")
 
 
+def other_meanings() -> dict[str, dict[str, str]]:
+    """Return by key the values that mean something else in verl, with the value here that means the same."""
+    return _table()["other_meaning"]
+
+
 def leaves(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of every key that holds no further keys, or a mapping as its value."""
     for name, value in mapping.items():

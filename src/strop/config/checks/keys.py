@@ -10,7 +10,7 @@ from strop.config.keys import Key, all_keys, value_at
 from strop.config.placement import pools_of, runs_on_ray, uses_gpu
 from strop.config.schema import RootConfig
 from strop.config.schema.base import At, Limit
-from strop.config.verl import other_defaults
+from strop.config.verl import other_defaults, other_meanings
 
 
 def check_keys(config: RootConfig) -> Iterator[Finding]:
@@ -45,8 +45,12 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
 
 
 def changed_from_verl(config: RootConfig, version: str) -> Iterator[str]:
-    """Yield what unwritten keys mean in a version of verl and here, where that differs in this run."""
+    """Yield what unwritten keys and written values mean in a version of verl and here, where that differs."""
     at_key, keys, other = _looking_at(config), all_keys(type(config)), []
+    for key, meanings in other_meanings().items():
+        here = value_at(config, key)
+        if here in meanings and not _applying(keys[key], at_key(keys[key], here)):
+            yield f"{key}={here} is another estimate in verl; {key}={meanings[here]} is as there"
     for key, there, because, changes_results in other_defaults(version):
         here = value_at(config, key)
         if key in (config.written or ()) or here == there:

@@ -260,7 +260,7 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 AttentionName = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
-KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "low_var_kl_clamped", "full"]
 
 LossAggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

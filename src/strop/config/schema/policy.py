@@ -160,6 +160,12 @@ class ActorConfig(PpoUpdateConfig):
     kl_loss_type: Annotated[
         KlKind,
         _NO_KL_LOSS,
+        refused(
+            "if abs",
+            lambda at: at.value == "abs" and at.section.use_kl_loss,
+            "its gradient is 1 however small the difference, so the first step trains on rounding; set it to "
+            "k2 or low_var_kl, or put the penalty into the reward with algorithm.kl_penalty=abs",
+        ),
         needs(
             "whole_logits", lambda at: at.value == "full" and not at.config.trainer.val_only, when="if full"
         ),
