@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strop.algorithms import kl, policy_loss
 from strop.algorithms.advantages import estimate, get_estimator
-from strop.algorithms.aggregation import masked_mean
+from strop.algorithms.aggregation import masked_mean, masked_sum
 from strop.data.build import build_loaders
 from strop.data.loader import PromptLoader
 from strop.errors import ConfigError
@@ -53,15 +53,18 @@ def compute_advantage(
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` [B, T] to the batch, and return it.
 
-    Reads ``token_level_rewards``, ``response_mask``, and what else the estimator takes. Groups are found by
-    ``uid``; in a batch without it, every ``num_repeat`` adjacent rows are one. ``whiten`` and ``norm_by_std``
-    are ``algorithm.whiten_advantages`` and ``algorithm.norm_adv_by_std_in_grpo``.
+    Reads ``token_level_rewards``, ``response_mask``, if present ``token_level_scores`` (before the KL
+    penalty), and what else the estimator takes. Groups are found by ``uid``; in a batch without it, every
+    ``num_repeat`` adjacent rows are one. ``whiten`` and ``norm_by_std`` are ``algorithm.whiten_advantages``
+    and ``algorithm.norm_adv_by_std_in_grpo``.
     """
-    columns = data.batch
+    columns, mask_BT = data.batch, data.batch["response_mask"]
+    scores_BT = columns.get("token_level_scores")
     columns["advantages"], columns["returns"] = estimate(
         get_estimator(adv_estimator),
         rewards=columns["token_level_rewards"],
-        response_mask=columns["response_mask"],
+        response_mask=mask_BT,
+        scores=None if scores_BT is None else masked_sum(scores_BT, mask_BT, dim=-1),
         values=columns.get("values"),
         uid=data.non_tensor_batch.get("uid", [row // num_repeat for row in range(len(data))]),
         baseline_scores=columns.get("baseline_scores"),

@@ -20,6 +20,8 @@ from strop.algorithms.advantages import (
     remax,
     rloo,
 )
+from strop.protocol import DataProto
+from strop.verl import compute_advantage
 
 from messages import naming
 
@@ -101,9 +103,9 @@ def test_gae_is_the_discounted_sum_of_the_deltas_of_the_sampled_tokens(tokens, g
     [
         # (s - mean) / (std + 1e-6)
         # a: 1, 3: mean 2, std sqrt(2); b: 2, 2, 5: mean 3, squares 1 + 1 + 4 = 6, / 2, std sqrt(3);
-        # a group of one keeps its score: 3 / (1 + 1e-6)
-        (True, [-0.7071063, -0.5773499, -0.5773499, 0.7071063, 1.1546999, 2.999997]),
-        (False, [-1.0, -1.0, -1.0, 1.0, 2.0, 3.0]),
+        # a group of one: 0
+        (True, [-0.7071063, -0.5773499, -0.5773499, 0.7071063, 1.1546999, 0.0]),
+        (False, [-1.0, -1.0, -1.0, 1.0, 2.0, 0.0]),
     ],
 )
 def test_grpo_by_hand_with_groups_out_of_order(norm_by_std, expected):
@@ -127,6 +129,40 @@ def test_equal_scores_have_no_advantage_although_their_mean_is_rounded():
     rewards, mask = outcome([0.1] * 7 + [0.7] * 3)
     advantages, _ = grpo(rewards, mask, ["a"] * 7 + ["b"] * 3, norm_by_std=True)
     assert advantages.abs().max() < 1e-6
+
+
+def test_a_group_with_equal_scores_is_not_divided_by_the_deviation_of_its_kl():
+    # a: scores 0, 0 and rewards of -1e-3 and -3e-3: mean -2e-3. b: scores 0, 1, in either case divided:
+    # rewards -1e-3 and 0.997, mean 0.498, deviation 0.998 / sqrt(2) = 0.7056926, + 1e-6. c: scores that
+    # differ by 5e-7. d: by 2e-6, with rewards 0, 2e-6: deviation 1.4142136e-6, + 1e-6
+    rewards, mask = outcome([-1e-3, -3e-3, -1e-3, 0.997, 0.1, -0.1, 0.0, 2e-6])
+    scores = torch.tensor([0.0, 0.0, 0.0, 1.0, 7.0, 7.0 - 5e-7, 0.0, 2e-6])
+    uid = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    advantages, returns = grpo(rewards, mask, uid, scores, norm_by_std=True)
+    expected = [1e-3, -1e-3, -0.7071058, 0.7071058, 0.1, -0.1, -0.4142136, 0.4142136]
+    assert_close(first_tokens(advantages), torch.tensor(expected), atol=1e-6, rtol=0)
+    assert_close(first_tokens(returns), rewards[:, 1])
+    # without the scores rewards are the scores, and are divided
+    advantages, _ = grpo(rewards[:2], mask[:2], uid[:2], norm_by_std=True)
+    assert first_tokens(advantages).abs().min() > 0.7
+
+
+def test_a_batch_of_groups_with_equal_scores_is_not_whitened():
+    rewards, mask = outcome([-1e-3, -3e-3, 0.5, 0.502])
+    uid, equal = ["a", "a", "b", "b"], torch.tensor([0.0, 0.0, 0.5, 0.5])
+    plain, _ = reinforce_plus_plus_baseline(rewards, mask, uid, equal, whiten=True)
+    assert_close(first_tokens(plain), torch.tensor([1e-3, -1e-3, -1e-3, 1e-3]), atol=1e-6, rtol=0)
+    whitened, _ = reinforce_plus_plus_baseline(rewards, mask, uid, equal + rewards[:, 1], whiten=True)
+    assert first_tokens(whitened).abs().min() > 0.9
+
+
+def test_estimators_get_the_scores_before_the_penalty_by_name():
+    def own(rewards, response_mask, scores):
+        return scores.unsqueeze(-1) * response_mask, rewards * 0
+
+    rewards, mask = outcome([1.0, 2.0])
+    advantages, _ = estimate(own, response_mask=mask, rewards=rewards, scores=torch.tensor([3.0, 4.0]))
+    assert first_tokens(advantages).tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -159,15 +195,15 @@ def test_reinforce_plus_plus_by_hand():
 
 
 def test_reinforce_plus_plus_baseline_by_hand():
-    # centred: a -1, 1; alone 5; over tokens -1, -1, 1, 5: mean 1, squares 4 + 4 + 0 + 16, / 3, root 2.8284271
+    # centred: a -1, 1; alone 0; over tokens -1, -1, 0, 1: mean -1/4, squares 2.75, / 3, root 0.9574271
     rewards = rows([1.0, 0.0], [5.0, NAN], [3.0, NAN])
     mask = rows([1.0, 1.0], [1.0, 0.0], [1.0, 0.0])
     uid = ["a", "alone", "a"]
     advantages, returns = reinforce_plus_plus_baseline(rewards, mask, uid, whiten=True)
-    assert_close(advantages, rows([-0.7071068, -0.7071068], [1.4142136, 0.0], [0.0, 0.0]))
+    assert_close(advantages, rows([-0.7833495, -0.7833495], [0.2611165, 0.0], [1.3055824, 0.0]))
     assert returns.tolist() == [[1.0, 1.0], [5.0, 0.0], [3.0, 0.0]]
     advantages, _ = reinforce_plus_plus_baseline(rewards, mask, uid, whiten=False)
-    assert advantages.tolist() == [[-1.0, -1.0], [5.0, 0.0], [1.0, 0.0]]
+    assert advantages.tolist() == [[-1.0, -1.0], [0.0, 0.0], [1.0, 0.0]]
 
 
 # ---- rloo and remax
@@ -239,3 +275,13 @@ def test_the_order_of_the_rows_does_not_matter(name):
         estimate(get_estimator(name), **shuffled), estimate(get_estimator(name), **straight), strict=True
     ):
         assert_close(found, wanted[order])
+
+
+def test_verls_call_takes_the_scores_of_the_batch():
+    rewards, mask = outcome([-1e-3, -3e-3])
+    columns = {"token_level_rewards": rewards, "response_mask": mask}
+    alone = compute_advantage(DataProto({**columns}), "grpo", num_repeat=2)
+    assert first_tokens(alone.batch["advantages"]).abs().min() > 0.7
+    scored = DataProto({**columns, "token_level_scores": torch.zeros_like(rewards)})
+    found = first_tokens(compute_advantage(scored, "grpo", num_repeat=2).batch["advantages"])
+    assert_close(found, torch.tensor([1e-3, -1e-3]), atol=1e-6, rtol=0)

@@ -109,6 +109,8 @@ def test_names_and_parameters_are_those_that_are_registered():
         ("trainer.default_local_dir=s3://bucket/run", ("default_hdfs_dir",)),
         (f"{ROLLOUT}.temperature=0", (f"{ROLLOUT}.temperature=0", "0")),
         ("algorithm.adv_estimator=rloo", ("n >= 2",)),
+        ("algorithm.adv_estimator=grpo", (f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo", "n >= 2")),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", (f"{ROLLOUT}.n=1", "n >= 2")),
     ],
 )
 def test_unknown_names_missing_inputs_and_impossible_values_are_one_error_each(report, override, parts):
@@ -122,12 +124,16 @@ def test_unknown_names_missing_inputs_and_impossible_values_are_one_error_each(r
         ["actor_rollout_ref.actor.policy_loss=os.path.join", "trainer.logger=[console,json:JSONDecoder]"],
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "data.tokenizer=hdfs://host/tokenizer"],
         ["data.train_files=s3://bucket/train.parquet", "custom_reward_function.path=s3://bucket/r.py"],
-        ["critic.model.path=/no/model", "algorithm.adv_estimator=grpo"],  # a model that the run does not load
+        # a model that the run does not load
+        ["critic.model.path=/no/model", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"],
         ["reward_model.model.path=/no/model"],
         ["trainer.resume_mode=/tmp"],
         ["trainer.project_name='a/b'"],
         [f"{ROLLOUT}.temperature=0", "trainer.val_only=True"],
         ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2"],
+        ["algorithm.adv_estimator=grpo", "trainer.val_only=True"],
+        ["algorithm.kl_penalty=abs"],
+        [f"{ACTOR}.kl_loss_type=abs"],  # without use_kl_loss
     ],
 )
 def test_import_paths_urls_hub_names_and_unused_values_are_accepted(report, overrides):
@@ -211,10 +217,9 @@ def test_the_steps_of_a_supervised_run_count_the_last_smaller_batch():
         ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_p"]),
         ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], [f"{ROLLOUT}.top_p and {ROLLOUT}.top_k"]),
         ([f"{ROLLOUT}.val_kwargs.n=2"], [f"{ROLLOUT}.val_kwargs.n=2"]),
-        (["algorithm.adv_estimator=grpo"], [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo"]),
         (
-            ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
-            [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+            ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"],
+            ["algorithm.kl_ctrl.kl_coef=0.005", "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True"],
         ),
         ([f"{ROLLOUT}.top_k=5", *ahead(1), f"{ACTOR}.rollout_is=token"], [f"{ROLLOUT}.top_k"]),
         ([f"{ROLLOUT}.top_k=5", "trainer.async_steps=1", "trainer.val_only=True"], [f"{ROLLOUT}.top_k"]),
@@ -266,7 +271,9 @@ def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
             "actor_rollout_ref.actor.optim.warmup_style=cosine",
         ],
         ["critic.optim.min_lr_ratio=0.1", "algorithm.adv_estimator=reinforce_plus_plus"],
-        ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"],
+        ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", "algorithm.kl_ctrl.kl_coef=0"],
+        ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", f"{ACTOR}.use_kl_loss=True"],
+        ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", "algorithm.norm_adv_by_std_in_grpo=False"],
         ["algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}.n=4"],
         ["algorithm.adv_estimator=gae"],
         ["algorithm.adv_estimator=remax"],

@@ -40,8 +40,30 @@ def batch() -> DataProto:
             "old_log_probs": torch.tensor([[-1.0, -1.0, -1.0], [-2.0, NAN, NAN]]),
             "rollout_log_probs": torch.tensor([[-1.0, -1.0, -1.0], [-1.0, NAN, NAN]]),
             "reward/rule": torch.tensor([1.0, 0.5]),
-        }
+        },
+        {"uid": ["a", "b"]},
     )
+
+
+@pytest.mark.parametrize(
+    ("uid", "share"),
+    [
+        ("aabbb", 0.5),  # 0, 0 and 1, 1, 2: each group counts once, whatever its size
+        ("aaabb", 0.0),
+        ("aabcd", 1.0),  # groups of one do not count
+        ("abcde", None),
+    ],
+)
+def test_the_share_of_groups_with_equal_scores(uid, share):
+    scores, ones = torch.tensor([[0.0], [5e-7], [1.0], [1.0], [2.0]]), torch.ones(5, 1)
+    columns = {
+        **dict.fromkeys(("response_mask", "advantages", "returns", "truncated"), ones),
+        "attention_mask": torch.ones(5, 2),
+        "token_level_scores": scores,
+        "token_level_rewards": scores,
+    }
+    found = batch_metrics(DataProto(columns, {"uid": list(uid)}), max_prompt_length=1)
+    assert found.get("reward/equal_groups") == (share if share is None else pytest.approx(share))
 
 
 def test_batch_metrics_count_real_tokens_only(batch):

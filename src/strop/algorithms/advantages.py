@@ -10,6 +10,7 @@ calls it through ``estimate``:
     response_mask [B,T]    1 on tokens that the policy sampled, 0 on padding and on a tool's insertions
     values [B,T]           the critic's value of the state before each token
     uid (B hashables)      equal for responses to the same prompt
+    scores [B]             the score of each sample, before the KL penalty
     baseline_scores [B]    the score of the greedy response to the sample's prompt
     gamma, lam             algorithm.gamma, algorithm.lam
     whiten                 algorithm.whiten_advantages
@@ -51,10 +52,12 @@ class GroupStatistics(NamedTuple):
     mean_B: Tensor
     std_B: Tensor
     """unbiased; 0 in a group of one"""
+    is_equal_B: Tensor
+    """bool: True if no two scores of the group differ by more than 1e-6"""
 
 
 def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> GroupStatistics:
-    """Return size, mean and unbiased standard deviation of each sample's group, float64 [B].
+    """Return size, mean and unbiased standard deviation of each sample's group, and whether it is equal.
 
     Raises:
         ValueError: the numbers of uids and samples differ.
@@ -76,14 +79,21 @@ def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> 
     mean_B = group_sum(scores_B) / size_B
     # two passes, not E[s^2] - mean^2, whose digits cancel; the clamp makes 0 / 0 of a group of one 0
     variance_B = group_sum((scores_B - mean_B).square()) / (size_B - 1).clamp(min=1)
-    return GroupStatistics(size_B, mean_B, variance_B.sqrt())
+    ends_G = {
+        end: scores_B.new_zeros(len(numbers)).scatter_reduce(0, index_B, scores_B, end, include_self=False)
+        for end in ("amin", "amax")
+    }
+    is_equal_B = (ends_G["amax"] - ends_G["amin"] <= _EQUAL)[index_B]
+    return GroupStatistics(size_B, mean_B, variance_B.sqrt(), is_equal_B)
 
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 
-AVAILABLE = frozenset(
-    ["rewards", "response_mask", "values", "uid", "baseline_scores", "gamma", "lam", "whiten", "norm_by_std"]
-)
+_EQUAL = 1e-6
+"""Scores that differ by no more are equal."""
+
+_INPUTS = ("rewards", "response_mask", "values", "uid", "scores", "baseline_scores")
+AVAILABLE = frozenset((*_INPUTS, "gamma", "lam", "whiten", "norm_by_std"))
 
 ESTIMATORS: dict[str, Estimator] = {}
 
@@ -161,20 +171,25 @@ def gae(
 
 
 @register_estimator("grpo")
-def grpo(rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool) -> tuple[Tensor, Tensor]:
+def grpo(
+    rewards: Tensor, response_mask: Tensor, uid: Uid, scores: Tensor | None = None, *, norm_by_std: bool
+) -> tuple[Tensor, Tensor]:
     """Compute group-relative advantages: Shao et al., arXiv:2402.03300, section 4.1.2.
 
     A_i = (s_i - mean) / (std + 1e-6) over the group, with s_i the sum of the sequence's rewards and the
-    unbiased standard deviation, on every token of the sequence. Without ``norm_by_std`` there is no
-    division (Dr. GRPO, Liu et al., arXiv:2503.20783). In a group of one, mean = 0 and std = 1. returns: s_i
-    on every token.
+    unbiased standard deviation, on every token of the sequence; 0 in a group of one. There is no division
+    without ``norm_by_std`` (Dr. GRPO, Liu et al., arXiv:2503.20783), and none in a group whose ``scores``
+    (None: whose s_i) are equal. returns: s_i on every token.
     """
     scores_B = masked_sum(rewards, response_mask, dim=-1)
-    baseline_B, std_B = _baseline_and_std(scores_B, uid)
-    advantages_B = scores_B.double() - baseline_B
+    group = group_statistics(scores_B, uid)
     # float64 until the division: equal scores leave differences of exactly 0 for the 1e-6 to divide
+    advantages_B = scores_B.double() - group.mean_B
     if norm_by_std:
-        advantages_B = advantages_B / (std_B + 1e-6)
+        # the KL penalties of equal scores differ by about 1e-3; divided by their deviation they would weigh
+        # as much as right against wrong, whatever the coefficient
+        is_equal_B = group.is_equal_B if scores is None else group_statistics(scores, uid).is_equal_B
+        advantages_B = torch.where(is_equal_B, advantages_B, advantages_B / (group.std_B + 1e-6))
     return _on_tokens(advantages_B, rewards, response_mask), _on_tokens(scores_B, rewards, response_mask)
 
 
@@ -193,17 +208,19 @@ def reinforce_plus_plus(
 
 @register_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(
-    rewards: Tensor, response_mask: Tensor, uid: Uid, *, whiten: bool
+    rewards: Tensor, response_mask: Tensor, uid: Uid, scores: Tensor | None = None, *, whiten: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute REINFORCE++ advantages with the group's mean score as baseline: Hu et al., arXiv:2501.03262.
 
-    s_i - mean over the group (0 in a group of one, as in ``grpo``), on every token; whitened over the tokens
-    of the batch with ``whiten``. returns: s_i on every token.
+    s_i - mean over the group (0 in a group of one), on every token; whitened over the tokens of the batch
+    with ``whiten``, unless the ``scores`` of every group (None: the s_i) are equal, as in ``grpo``. returns:
+    s_i on every token.
     """
     scores_B = masked_sum(rewards, response_mask, dim=-1)
-    baseline_B, _ = _baseline_and_std(scores_B, uid)
-    advantages_BT = _on_tokens(scores_B.double() - baseline_B, rewards, response_mask)
-    if whiten:
+    group = group_statistics(scores_B, uid)
+    advantages_BT = _on_tokens(scores_B.double() - group.mean_B, rewards, response_mask)
+    is_equal_B = group.is_equal_B if scores is None else group_statistics(scores, uid).is_equal_B
+    if whiten and not is_equal_B.all():
         advantages_BT = aggregation.whiten(advantages_BT, response_mask)
     return advantages_BT, _on_tokens(scores_B, rewards, response_mask)
 
@@ -243,14 +260,6 @@ def _discounted_returns(rewards: Tensor, response_mask: Tensor, gamma: float) ->
         following_B = torch.where(sampled_B, rewards_BT[:, t] + gamma * following_B, following_B)
         returns_BT[:, t] = following_B
     return zero_masked(returns_BT, response_mask)
-
-
-def _baseline_and_std(scores_B: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each sample's group, 0 and 1 in a group of one; float64 [B]."""
-    group = group_statistics(scores_B, uid)
-    alone_B = group.size_B == 1
-    # mean 0, std 1: a prompt with one answer learns from its plain score instead of nothing
-    return group.mean_B.masked_fill(alone_B, 0.0), group.std_B.masked_fill(alone_B, 1.0)
 
 
 def _on_tokens(sequence_B: Tensor, like_BT: Tensor, response_mask: Tensor) -> Tensor:

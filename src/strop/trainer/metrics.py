@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from strop.algorithms.advantages import group_statistics
 from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
@@ -179,12 +180,20 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
     """Return statistics of scores, rewards, advantages, returns, values and lengths."""
     columns, mask_BT = batch.batch, batch.batch["response_mask"]
     real_BT = mask_BT.bool()
+    scores_B = masked_sum(columns["token_level_scores"], mask_BT, dim=1)
     metrics = {
-        **_spread("critic/score", masked_sum(columns["token_level_scores"], mask_BT, dim=1)),
+        **_spread("critic/score", scores_B),
         **_spread("critic/rewards", masked_sum(columns["token_level_rewards"], mask_BT, dim=1)),
         **_spread("critic/advantages", columns["advantages"][real_BT]),
         **_spread("critic/returns", columns["returns"][real_BT]),
     }
+    group = group_statistics(scores_B, batch.non_tensor_batch["uid"])
+    if (several_B := group.size_B > 1).any():
+        # each sample counts 1 / size, so each group counts 1
+        equal_B = group.is_equal_B.double() / group.size_B
+        metrics["reward/equal_groups"] = (
+            equal_B[several_B].sum() / (1 / group.size_B[several_B]).sum()
+        ).item()
     if "values" in columns:
         metrics |= _spread("critic/values", columns["values"][real_BT])
         residual = masked_var(columns["returns"] - columns["values"], mask_BT)

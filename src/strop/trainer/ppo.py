@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from strop.algorithms.advantages import estimate, get_estimator, needs
-from strop.algorithms.aggregation import zero_masked
+from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import (
@@ -343,6 +343,7 @@ class PPO:
             response_mask=mask_BT,
             values=columns.get("values"),
             uid=batch.non_tensor_batch["uid"],
+            scores=masked_sum(columns["token_level_scores"], mask_BT, dim=-1),
             baseline_scores=columns.get("baseline_scores"),
             gamma=algorithm.gamma,
             lam=algorithm.lam,

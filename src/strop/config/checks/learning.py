@@ -23,7 +23,7 @@ from strop.config.names import (
 )
 from strop.config.paths import is_function
 from strop.config.reward_parts import SCORERS, read_parts
-from strop.config.roles import is_off_policy, uses_critic
+from strop.config.roles import has_kl_in_reward, is_off_policy, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.errors import ConfigError, did_you_mean
@@ -41,18 +41,23 @@ _WIDEST_SEQUENCE_CLIP = 0.05
 def groups(config: Config) -> Iterator[Finding]:
     """Require more than one answer for estimators that compare the answers to one prompt."""
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if n > 1 or "uid" not in estimators().get(name, ()):
-        return
-    given = f"{_ROLLOUT}.n={n} with algorithm.adv_estimator={name}"
-    if name == "rloo":
+    if n == 1 and "uid" in estimators().get(name, ()) and not config.trainer.val_only:
         yield error(
-            f"{given}: the only answer to a prompt has no other to be compared with, so every advantage is 0 "
-            "(expected n >= 2)"
+            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
+            "to be compared with, so every advantage is 0 (expected n >= 2)"
         )
-    else:
+
+
+def scaled_kl(config: Config) -> Iterator[Finding]:
+    """Warn of a KL in the reward that the deviation of a group scales as it scales the scores."""
+    algorithm = config.algorithm
+    divides = "norm_by_std" in estimators().get(algorithm.adv_estimator, ())
+    if divides and algorithm.norm_adv_by_std_in_grpo and has_kl_in_reward(config):
         yield warning(
-            f"{given}: a group of one has no mean to compare with; the score itself is the advantage "
-            "(usual: n >= 4)"
+            f"algorithm.kl_ctrl.kl_coef={algorithm.kl_ctrl.kl_coef:g} with algorithm.adv_estimator="
+            f"{algorithm.adv_estimator}: the penalty in the reward is divided by the deviation of its "
+            "group's scores, so the closer they are, the more it weighs; put it into the loss with "
+            f"{_ACTOR}.use_kl_loss=True, or set algorithm.kl_ctrl.kl_coef=0"
         )
 
 
