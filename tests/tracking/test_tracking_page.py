@@ -10,8 +10,11 @@ import re
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyarrow.parquet as pq
 import pytest
@@ -30,6 +33,7 @@ from strop.tracking.samples import TOKEN_TEXTS, write_samples
 from browser import CHROMIUM, DRIVER, Browser
 from messages import mentions
 
+TOKEN = "0123456789abcdef"
 HOSTILE = (
     "<script>window.hacked = 1</script>",
     "</script><script>window.hacked = 2</script>",
@@ -109,7 +113,7 @@ def run_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run_dir):
-    with PageServer([RunFiles(run_dir), RunFiles(run_dir)], host="127.0.0.1", port=0) as server:
+    with PageServer([RunFiles(run_dir), RunFiles(run_dir)], host="127.0.0.1", port=0, token=TOKEN) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -120,6 +124,7 @@ def server(run_dir):
 def get(server: PageServer, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
     connection.putrequest("GET", path, skip_host="Host" in headers)
+    headers = {"Cookie": f"{server.cookie}={TOKEN}"} | headers
     for name, value in headers.items():
         connection.putheader(name, value)
     connection.endheaders()
@@ -159,12 +164,12 @@ def test_a_run_is_served_before_its_first_step(tmp_path, capsys):
 
 
 def test_a_page_for_all_addresses_names_one_that_others_reach(run_dir):
-    with PageServer([RunFiles(run_dir)], host="0.0.0.0", port=0) as server:
+    with PageServer([RunFiles(run_dir)], host="0.0.0.0", port=0, token=TOKEN) as server:
         port = server.server_address[1]
-        assert server.url == f"http://127.0.0.1:{port}/"
-        assert server.url_outside not in (None, server.url, f"http://0.0.0.0:{port}/")
-        assert server.knows(server.url_outside.removeprefix("http://").rstrip("/"))
-    with PageServer([RunFiles(run_dir)], host="127.0.0.1", port=0) as server:
+        assert server.url == f"http://127.0.0.1:{port}/?token={TOKEN}"
+        assert server.url_outside not in (None, server.url, f"http://0.0.0.0:{port}/?token={TOKEN}")
+        assert server.knows(server.url_outside.removeprefix("http://").partition("/")[0])
+    with PageServer([RunFiles(run_dir)], host="127.0.0.1", port=0, token=TOKEN) as server:
         assert server.url_outside is None
 
 
@@ -240,6 +245,52 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path):
 )  # fmt: skip
 def test_a_name_that_is_not_this_machines_is_refused(server, host, status):
     assert get(server, "/", Host=host)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "cookie"),
+    [
+        ("/", ""), ("/?token=", ""), ("/?token=0123456789abcde", ""), ("/?token=%C3%A9", ""),
+        ("/?Token=" + TOKEN, ""), ("/", "\xe9=\xe9"),
+        ("/static/main.js", ""), ("/api/runs", ""), ("/api/facts?run=0", ""), ("/nothing", ""),
+        ("/", "{name}="), ("/", "{name}=0"), ("/", "x{name}=" + TOKEN), ("/", "strop=" + TOKEN),
+    ],
+)  # fmt: skip
+def test_a_request_without_the_token_gets_one_line(server, path, cookie):
+    status, body, headers = get(server, path, Cookie=cookie.format(name=server.cookie))
+    assert status == 401
+    assert list(json.loads(body)) == ["error"]
+    assert b"\n" not in body
+    assert "Set-Cookie" not in headers
+
+
+def test_the_first_request_with_the_token_sets_the_cookie(server):
+    status, _, headers = get(server, f"/?token={TOKEN}", Cookie="")
+    assert status == 200
+    cookie, *settings = headers["Set-Cookie"].split("; ")
+    assert set(settings) == {"HttpOnly", "SameSite=Strict", "Path=/"}
+    assert get(server, "/api/runs", Cookie=f"other=1; {cookie}")[0] == 200
+    assert get(server, f"/api/runs?token={TOKEN}", Cookie="")[0] == 200
+
+
+def test_the_command_prints_the_address_with_a_new_token(run_dir, tmp_path):
+    addresses = []
+    for options in ([], [], ["--no-token"]):
+        command = [sys.executable, "-m", "strop.cli", "view", str(run_dir), "--web", "--port", "0", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                url = urlsplit(process.stdout.readline().split()[0])
+                addresses.append(url.query)
+                for path, status in (("/", 401 if url.query else 200), (f"/?{url.query}", 200)):
+                    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+                    connection.request("GET", path)
+                    assert connection.getresponse().status == status
+                    connection.close()
+            finally:
+                process.kill()
+    assert len(set(addresses)) == 3
+    assert all(re.fullmatch(r"token=\w{32}", query) for query in addresses[:2])
+    assert addresses[2] == ""
 
 
 def test_scripts_come_from_the_server_only(server):
@@ -357,7 +408,7 @@ def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").touch()
-    with PageServer([RunFiles(folder, may_be_new=True)], host="127.0.0.1", port=0) as server:
+    with PageServer([RunFiles(folder, may_be_new=True)], host="127.0.0.1", port=0, token=TOKEN) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -370,6 +421,8 @@ def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
                 file.write('{"step": 4, "critic/score/mean": 0.9}\n')
             browser.until("document.getElementById('state').innerText.startsWith('step 4')")
             browser.until("[...drawn].some((plot) => plot.data[0].at(-1) === 4)")
+            server.token = "another"  # as after a restart
+            browser.until("document.getElementById('state').innerText.includes('token')")
         finally:
             server.shutdown()
             thread.join()

@@ -22,20 +22,23 @@ def add_web_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default=_LOOPBACK, help=f"with --web: the address to listen at ({_LOOPBACK}: this machine)"
     )
     parser.add_argument("--port", type=int, help="with --web: the port (8390, or a free one)")
+    parser.add_argument(
+        "--no-token", action="store_true", help="with --web: whoever reaches the address may read the runs"
+    )
 
 
-def serve_page(folders: Sequence[str], *, host: str, port: int | None) -> int:
+def serve_page(folders: Sequence[str], *, host: str, port: int | None, token: str | None) -> int:
     """Serve until Ctrl-C."""
     from strop.tracking.page.files import RunFiles
     from strop.tracking.page.server import open_server
 
     runs = [RunFiles(Path(expand(folder)), may_be_new=True) for folder in folders]
-    with open_server(runs, host=host, port=port) as server:
+    with open_server(runs, host=host, port=port, token=token) as server:
         print(f"{server.url}  (Ctrl-C ends)", flush=True)
         if outside := server.url_outside:
             print(f"{outside}  from other machines", flush=True)
-        if host not in (_LOOPBACK, "::1", "localhost"):
-            print("Everyone who reaches this address can read the runs: it has no password.", flush=True)
+        if token is None:
+            print("Everyone who reaches this address can read the runs: it has no token.", flush=True)
         server.serve_forever()
     return 0
 

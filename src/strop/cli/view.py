@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the run; DataError when the folder is not a run folder or has no such step."""
     if args.web:
-        return serve_page(args.run_dirs, host=args.host, port=args.port)
+        token = None if args.no_token else secrets.token_hex(16)
+        return serve_page(args.run_dirs, host=args.host, port=args.port, token=token)
     if len(args.run_dirs) > 1:
         raise ConfigError(f"{len(args.run_dirs)} runs were given; several are compared with --web")
     run_dir = Path(expand(args.run_dirs[0]))

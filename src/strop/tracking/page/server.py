@@ -2,7 +2,8 @@
 
 A request names entries of tables that are fixed at the start (the page's files, the API's functions, the
 runs by number), never a path. Only ``GET`` is served. A page of another site, whose name its owner lets
-resolve to this machine (DNS rebinding), is refused by its ``Host`` header.
+resolve to this machine (DNS rebinding), is refused by its ``Host`` header. The port is open to every account
+of the machine, so a request needs the token of the printed address, or the cookie that the first one sets.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import errno
 import gzip
 import ipaddress
 import json
+import re
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -92,12 +95,12 @@ def page_html() -> str:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serve the page of ``runs`` at ``host`` and ``port`` (0: a free one)."""
+    """Serve the page of ``runs`` at ``host`` and ``port`` (0: a free one), to requests with the ``token``."""
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[RunFiles], *, host: str, port: int) -> None:
-        self.runs = list(runs)
+    def __init__(self, runs: Sequence[RunFiles], *, host: str, port: int, token: str | None) -> None:
+        self.runs, self.token = list(runs), token
         self.names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
         self.pages = {"/": ("text/html", page_html().encode())}
         for name in (*STYLES, *SCRIPTS):
@@ -131,7 +134,13 @@ class PageServer(ThreadingHTTPServer):
                 return self._url(socket.gethostname())
 
     def _url(self, host: str) -> str:
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
+        query = f"?token={self.token}" if self.token else ""
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/{query}"
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie with the token; browsers send a host's cookies to all its ports."""
+        return f"strop-{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a browser that left in the midst of a request; print the traceback of other errors."""
@@ -171,7 +180,9 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             self._fail(HTTPStatus.BAD_REQUEST, "malformed address")
             return
-        if address.path in self._page.pages:
+        if not self._may_read(parse_qs(address.query).get("token", [])):
+            self._fail(HTTPStatus.UNAUTHORIZED, "open the address with the token that `strop view` printed")
+        elif address.path in self._page.pages:
             self._send(HTTPStatus.OK, *self._page.pages[address.path])
         elif (name := address.path.removeprefix("/api/")) == "runs":
             self._send_json([run.folder.name for run in self._page.runs])
@@ -179,6 +190,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(API[name], {key: values[-1] for key, values in parse_qs(address.query).items()})
         else:
             self._fail(HTTPStatus.NOT_FOUND, "not a part of the page")
+
+    def _may_read(self, tokens: Sequence[str]) -> bool:
+        """Return True for a request with the token, in its address or its cookie."""
+        cookies = re.findall(rf"(?:^|; ?){self._page.cookie}=(\w+)", self.headers.get("Cookie", ""))
+        token = (self._page.token or "").encode()
+        return not token or any(secrets.compare_digest(one.encode(), token) for one in [*tokens, *cookies])
 
     def _answer(self, read: Callable[[RunFiles, Parameters], Any], parameters: Parameters) -> None:
         try:
@@ -202,6 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}
+        if status == HTTPStatus.OK and kind == _TYPES[".html"] and self._page.token:
+            headers["Set-Cookie"] = (
+                f"{self._page.cookie}={self._page.token}; HttpOnly; SameSite=Strict; Path=/"
+            )
         if len(body) > _GZIP_FROM and "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, compresslevel=1)
             headers["Content-Encoding"] = "gzip"
@@ -215,14 +236,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the terminal shows the address only."""
 
 
-def open_server(runs: Sequence[RunFiles], *, host: str, port: int | None) -> PageServer:
+def open_server(runs: Sequence[RunFiles], *, host: str, port: int | None, token: str | None) -> PageServer:
     """Return a server that listens; ``ConfigError`` if it cannot.
 
     Without a ``port`` it is ``DEFAULT_PORT``, or a free one where that is taken.
     """
     try:
-        return PageServer(runs, host=host, port=DEFAULT_PORT if port is None else port)
+        return PageServer(runs, host=host, port=DEFAULT_PORT if port is None else port, token=token)
     except (OSError, OverflowError) as error:
         if port is None and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            return open_server(runs, host=host, port=0)
+            return open_server(runs, host=host, port=0, token=token)
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from error
