@@ -73,6 +73,7 @@ extra_info          | B   | object  | record | data    | rewards | any further f
 index               | B   | object  | row    | data    | reward functions | extra_info["index"] or row number
 prompt              | B   | object  | chat   | data    | rewards | as in the file; or named by data.prompt_key
 raw_prompt          | B   | object  | chat   | data    | data.rewriting | messages | return_raw_chat
+raw_tools           | B   | object  | list   | data    | data.rewriting | JSON schemas | return_raw_chat
 raw_prompt_ids      | B   | object  | ids    | data    | users | without template | return_raw_input_ids
 uid                 | B   | object  | text   | driver  | advantages | names the prompt; its n samples share it
 seeds               | Bn  | int64   | seed   | driver  | rollout | one per sample; here B counts prompts

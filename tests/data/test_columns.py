@@ -14,6 +14,9 @@ import torch
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.columns import COLUMNS, SAMPLE_COLUMNS, Column, described
 from strop.data.answers import pair_batch
+from strop.data.loader import collate
+from strop.data.rl_dataset import RLHFDataset
+from strop.data.sources import Rows
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
 from strop.workers.policy import ActorRolloutRefWorker
@@ -21,7 +24,7 @@ from strop.workers.policy import ActorRolloutRefWorker
 import tiny_model
 from runs import make_inputs, overrides, train
 
-OF_THE_DATA_FILE = {"ability"}  # a column that strop knows nothing of and carries along
+OF_THE_DATA_FILE = {"ability", "tools"}  # columns that are carried along as they are
 CONFIGURATIONS = {
     "gae": [
         "actor_rollout_ref.actor.rollout_is=token",
@@ -80,6 +83,11 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
             for path in (*run.glob("rollouts/*.parquet"), *run.glob("validation/*.parquet")):
                 for field in pq.read_schema(path):
                     files.setdefault(field.name, set()).add(_type(field.type))
+        tokenizer = tiny_model.build_tokenizer()
+        tokenizer.chat_template = "{{ messages[0].content }}{% if tools %}{{ tools | length }}{% endif %}"
+        rows = Rows("tools", [{"prompt": "1+1=", "tools": [{"name": "f"}]}])
+        dataset = RLHFDataset(rows, tokenizer, max_prompt_length=8, return_raw_chat=True)
+        collate([dataset[0]], pad_token_id=0, max_prompt_length=8)
         row: dict[str, Any] = {
             "data_source": "x",
             **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.tensor([4, 5])),

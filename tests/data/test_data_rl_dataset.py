@@ -157,6 +157,7 @@ def test_dictionary_encoded_strings_are_strings(write, tokenizer):
 def config(**changes):
     values = {
         "prompt_key": "prompt",
+        "tools_key": "tools",
         "max_prompt_length": 4,
         "truncation": "right",
         "filter_overlong_prompts": False,

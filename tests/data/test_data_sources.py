@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import gzip
 import json
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from strop.cli.main import main
 from strop.config.paths import HubSplit, hub_split
 from strop.data.control_tokens import PromptError, control_tokens
 from strop.data.prompt_table import read_prompt_table, require_columns, with_ground_truths
@@ -379,13 +381,73 @@ def test_settings_that_do_not_fit_the_prompts_are_errors(how, template, is_text,
         PromptFormat(**how).in_words(make_tokenizer(template), is_text=is_text)
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.csv.gz"])
+@pytest.mark.parametrize(
+    "values", [("007", "42"), ("1.50", "2"), ("True", "false"), ("2024-01-02", "2024-01-03"), ("NA", "nan")]
+)
+def test_questions_and_answers_of_a_csv_file_are_its_texts(tmp_path, values, name, tokenizer, score_file):
+    mark = "\t" if name == "t.tsv" else ","
+    lines = [
+        ("prompt", "answer", "note"),
+        (*values, values[0]),
+        (values[1], "", values[1]),
+        ("null", "1", ""),
+    ]
+    content = "".join(mark.join(line) + "\n" for line in lines)
+    with gzip.open(tmp_path / name, "wt") if name.endswith(".gz") else (tmp_path / name).open("w") as handle:
+        handle.write(content)
+    dataset = RLHFDataset(tmp_path / name, tokenizer, max_prompt_length=9, answer_key="answer")
+    assert [row["prompt"] for row in dataset] == [*values, "null"]
+    assert [row["answer"] for row in dataset] == [values[1], "", "1"]
+    assert [row["reward_model"]["ground_truth"] for row in dataset] == [values[1], "", "1"]
+    assert score_file(tmp_path / name, "prompt", "answer") == [values, (values[1], ""), ("null", "1")]
+    written = prepare("table", tmp_path / name, tmp_path / "out")["train"]
+    (row, _) = pq.read_table(written.path).to_pylist()  # the one without an answer is skipped
+    assert row["prompt"] == [{"role": "user", "content": values[0]}]
+    assert row["reward_model"]["ground_truth"] == values[1]
+
+
+@pytest.fixture
+def score_file(tmp_path):
+    """score_file(file, response column, truth column) -> the texts that a function is called with."""
+
+    def score(path, response, truth):
+        (tmp_path / "reward.py").write_text(
+            f"def compute_score(solution_str, ground_truth):\n"
+            f"    with open({str(tmp_path / 'seen.jsonl')!r}, 'a') as file:\n"
+            f"        print((solution_str, ground_truth), file=file)\n"
+            f"    return 1.0\n"
+        )
+        (tmp_path / "seen.jsonl").write_text("")
+        options = ["--response-column", response, "--ground-truth-column", truth]
+        assert main(["score", str(path), *options, "--custom", str(tmp_path / "reward.py")]) == 0
+        return list(map(ast.literal_eval, (tmp_path / "seen.jsonl").read_text().splitlines()))
+
+    return score
+
+
+def test_an_empty_answer_of_a_csv_file_is_an_error_only_for_a_built_in_scorer(tmp_path, tokenizer):
+    (tmp_path / "t.csv").write_text("prompt,answer\n1,2\n3,\n")
+    dataset = RLHFDataset(
+        tmp_path / "t.csv", tokenizer, max_prompt_length=9, answer_key="answer", data_source="openai/gsm8k"
+    )
+    with pytest.raises(DataError, match=naming("row 1", "ground_truth", "empty")):
+        dataset.require_ground_truths({"openai/gsm8k"}, by_model=False)
+
+
+def test_numeric_questions_of_other_formats_are_texts(tmp_path, tokenizer):
+    pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "t.parquet")
+    for source in (tmp_path / "t.parquet", Rows("list", [{"prompt": 1}, {"prompt": 2}])):
+        assert RLHFDataset(source, tokenizer, max_prompt_length=9)[1]["prompt"] == "2"
+
+
 def test_prepare_table_names_columns_and_keeps_the_others(sources, tmp_path):
     written = prepare("table", sources[4], tmp_path / "out", prompt="question", data_source="a/b")
     assert list(written) == ["train"]
     assert pq.read_table(written["train"].path).to_pylist()[1] == {
         "data_source": "a/b",
         "prompt": [{"role": "user", "content": "w4"}],
-        "answer": 7,
+        "answer": "7",
         "level": 2,
         "day": "2024-01-02",
         "reward_model": {"style": "rule", "ground_truth": "7"},

@@ -208,8 +208,10 @@ class _Rows:
 
     def samples(self) -> Iterator[Sample]:
         """Yield a sample for each row. Raises ``DataError`` with the number of a row that is not usable."""
-        file, limit = self._arguments.file, self._arguments.limit
-        for number, row in enumerate(itertools.islice(iterate(file), limit), start=1):
+        given, limit = self._arguments, self._arguments.limit
+        file, named = given.file, (given.data_source_column, given.prompt_column)
+        texts = {*RESPONSE_COLUMNS, *GROUND_TRUTH_COLUMNS, *named, self._response, self._truth} - {None}
+        for number, row in enumerate(itertools.islice(iterate(file, texts), limit), start=1):
             try:
                 yield self._sample(row)
             except (KeyError, DataError) as error:
@@ -226,8 +228,8 @@ class _Rows:
         if not isinstance(text, str):
             raise DataError(f"column {self._response} holds {text!r:.80}: expected a text")
         truth = None if self._truth is None else value_at(row, self._truth)
-        if self._truth and self._custom is None and (truth is None or truth != truth):
-            raise DataError(f"column {self._truth} holds {truth}: expected the answer")
+        if self._truth and self._custom is None and (truth is None or truth != truth or truth == ""):
+            raise DataError(f"column {self._truth} holds {truth!r}: expected the answer")
         sample = Sample(self._source(row), text, truth, row.get("extra_info"))
         return sample if self._valued is None else self._with_values(self._valued, sample, row)
 
@@ -264,7 +266,10 @@ class _Rows:
         return sample
 
     def _prompt(self, row: Mapping[str, Any]) -> Row:
+        from strop.data.prompts import chat_of_text, tools_of
+
         given, tokenizer = row.get(self._arguments.prompt_column), self._tokenizer
+        given = (chat_of_text(given) if isinstance(given, str) else None) or given
         if row.get("prompt_ids") is not None:
             tail = None if tokenizer is None else lambda: tail_of(row["prompt_ids"], tokenizer)
             return Row(row, given, ids=lambda: row["prompt_ids"], tail=tail)
@@ -276,9 +281,12 @@ class _Rows:
         @functools.cache
         def ids() -> list[int]:
             try:
-                return encode_prompts([given], tokenizer)[0]
+                tools = tools_of(row.get("tools"))
+                return encode_prompts([given], tokenizer, tools=[json.dumps(tools) if tools else None])[0]
             except PromptError as error:
                 raise DataError(f"column {self._arguments.prompt_column}: {error.reason}") from None
+            except ValueError as error:
+                raise DataError(f"column tools: {error}") from None
 
         return Row(
             row,

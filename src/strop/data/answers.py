@@ -54,6 +54,7 @@ class AnsweredDataset:
         *,
         prompt_key: str,
         answer_keys: Mapping[str, str],
+        tools_key: str | None = "tools",
         max_prompt_length: int,
         max_response_length: int,
         truncation: str = "error",
@@ -64,12 +65,18 @@ class AnsweredDataset:
     ) -> None:
         """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.
 
+        The names are ``response``, or ``chosen`` and ``rejected``. ``tools_key`` is that of ``RLHFDataset``.
+
         ``how`` is the treatment of prompts before they are tokenized, ``prompts_in_words`` describes it.
         """
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation = truncation
         self._table = read_prompt_table(
-            files, prompt_key=prompt_key, answer_keys=answer_keys, cache_dir=cache_dir
+            files,
+            prompt_key=prompt_key,
+            answer_keys=answer_keys,
+            tools_key=tools_key,
+            cache_dir=cache_dir,
         )
         self._columns = {"input_ids": prompt_key, **answer_keys}
         self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)

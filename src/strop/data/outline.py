@@ -36,7 +36,7 @@ def outline(config: RootConfig, rows: Sequence[Rows] = ()) -> Outline:
     names = {
         key.removesuffix("_key"): column
         for key, column in data
-        if key.endswith("_key") and key != "reward_fn_key" and column is not None
+        if key.endswith("_key") and key not in ("reward_fn_key", "tools_key") and column is not None
     }
     trained = [] if config.trainer.val_only else sources(data.train_files, rows)
     for number, source in enumerate([*trained, *sources(data.val_files, rows)]):
@@ -60,5 +60,5 @@ def _columns_and_rows(source: Source, names: dict[str, str]) -> tuple[pa.Table, 
             with reading(name):
                 file = pq.ParquetFile(expand(name))
                 return file.schema_arrow.empty_table(), file.metadata.num_rows
-    table = read_table(source, texts=[column for what, column in names.items() if what != "prompt"])
+    table = read_table(source, texts=list(names.values()))
     return table, len(table)

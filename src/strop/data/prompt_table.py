@@ -6,6 +6,8 @@ Rows count from 0 in every message. Nothing here imports torch.
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,9 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from strop.data.prompts import as_messages, chat_of_text, prompt_problem, tools_of
 from strop.data.records import exact_name, table_of, to_rows, visible_names
 from strop.data.sources import Files, Rows, read_table, reading, require_readable, value_at
 from strop.errors import DataError, nearest, raised_as
+
+logger = logging.getLogger("strop.data")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class PromptTable:
     table: pa.Table
     files: tuple[str, ...]
     starts: tuple[int, ...]
+    tools_key: str | None = None
+    """The column of tools, as JSON text; None if no row has any."""
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -76,17 +83,29 @@ class PromptTable:
 
     def values(self, column: str, start: int, stop: int) -> list[Any]:
         """Return rows ``start`` to ``stop`` of a column as plain Python values."""
-        chosen = self.with_exact(column)
-        return [row[column] for row in to_rows(chosen.slice(start, stop - start))]
+        return _values(self.table.slice(start, stop - start), column)
+
+    def tools(self, start: int, stop: int) -> list[str | None]:
+        """Return the tools of rows ``start`` to ``stop``, each the JSON of a list, or None without tools."""
+        if self.tools_key is None:
+            return [None] * (stop - start)
+        return self.table.column(self.tools_key).slice(start, stop - start).to_pylist()
 
     def with_exact(self, column: str) -> pa.Table:
         """Return the column, with the one of ``exact_name`` if there is one."""
-        both = (column, exact_name(column))
-        return self.table.select([name for name in both if name in self.table.column_names])
+        return _with_exact(self.table, column)
 
     def row(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values."""
         return to_rows(self.table.slice(row, 1))[0]
+
+
+def _with_exact(table: pa.Table, column: str) -> pa.Table:
+    return table.select([name for name in (column, exact_name(column)) if name in table.column_names])
+
+
+def _values(table: pa.Table, column: str) -> list[Any]:
+    return [row[column] for row in to_rows(_with_exact(table, column))]
 
 
 def read_prompt_table(
@@ -94,35 +113,43 @@ def read_prompt_table(
     *,
     prompt_key: str = "prompt",
     answer_keys: Mapping[str, str] | None = None,
+    tools_key: str | None = None,
     defaults: Mapping[str, str] | None = None,
     cache_dir: str | Path | None = None,
 ) -> PromptTable:
     """Read all sources into one table; see :mod:`strop.data.sources` for what they may be.
 
-    ``answer_keys`` maps names of answers to their columns, in which numbers become text. A dotted name
-    (``extra_info.answer``) reaches into nested columns, and becomes a column itself. ``defaults`` are columns
-    with one value in all rows, for files that lack them.
+    ``answer_keys`` maps names of answers to their columns; in them and in prompts, numbers become text. A
+    dotted name (``extra_info.answer``) reaches into nested columns, and becomes a column itself. A chat that
+    is stored as text becomes messages, one of the answers ``chosen``, ``rejected`` and ``response`` its text.
+    ``tools_key`` names the column of tools, if there is one. ``defaults`` are columns with one value in all
+    rows, for files that lack them.
 
     Raises :class:`DataError` for a missing or unreadable file, one without rows or without one of these
-    columns, and for files whose columns have incompatible types.
+    columns, one with images, and for files whose columns have incompatible types.
     """
     sources = [files] if isinstance(files, str | Path | Rows) else files
     names = [str(source) for source in sources]
     keys = {"prompt": prompt_key, **(answer_keys or {})}
-    answers = list((answer_keys or {}).values())
     if not names:
         raise DataError("no data file was given: expected one file or a list of them")
     tables = []
     for name, source in zip(names, sources, strict=True):
-        table = read_table(source, texts=answers, cache_dir=cache_dir)
+        table = read_table(source, texts=list(keys.values()), cache_dir=cache_dir)
         with reading(name):
             _require_names(table.schema)
         require_readable(name, table)
         if not len(table):
             raise DataError(f"{name}: the file has no rows")
         require_columns(name, table, keys)
+        _require_no_media(name, table)
         for key in keys.values():
-            table = _with_column(table, key, is_text=key in answers)
+            table = _with_column(table, key)
+        for what, key in keys.items():
+            if what in ("prompt", *_ANSWERS):
+                table = _with_chats(name, table, key, prompt_key)
+        if tools_key and _nested(table, tools_key) is not None:
+            table = _with_tools(name, _with_column(table, tools_key), tools_key)
         for column, value in (defaults or {}).items():
             if column not in table.column_names:
                 table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
@@ -131,13 +158,95 @@ def read_prompt_table(
     with raised_as(DataError, what, pa.ArrowException):
         whole = pa.concat_tables(tables, promote_options="permissive")
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
-    return PromptTable(whole, tuple(names), tuple(starts))
+    if tools_key not in (None, _TOOLS, *whole.column_names):
+        raise DataError(
+            f"{', '.join(names)}: there is no column {tools_key!r} (data.tools_key); found "
+            f"{visible_names(whole.column_names)}"
+        )
+    has_tools = tools_key in whole.column_names and whole.column(tools_key).null_count < len(whole)
+    return PromptTable(whole, tuple(names), tuple(starts), tools_key if has_tools else None)
 
 
-def _with_column(table: pa.Table, key: str, *, is_text: bool) -> pa.Table:
+_ANSWERS = ("response", "chosen", "rejected")
+_TOOLS = "tools"
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def _require_no_media(name: str, table: pa.Table) -> None:
+    for column in set(_MEDIA) & set(table.column_names):
+        values = table.column(column)
+        if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+            values = values.drop_null().combine_chunks().flatten()
+        if values.null_count < len(values):
+            raise DataError(
+                f"{name}: the column {column!r} has values, but only text is supported, no images, video or "
+                "sound; use a data set of text, or rename the column if it is something else"
+            )
+
+
+def _with_chats(name: str, table: pa.Table, key: str, prompt_key: str) -> pa.Table:
+    """Return ``table`` with chats of a column ``key`` as messages, or, if it is one of answers, as texts."""
+    column, is_answer = table.column(key), key != prompt_key
+    texts: list[Any] = [None] * len(table)
+    if _is_string(column.type):
+        texts = column.to_pylist()
+        begins_chat = re.compile(r"\s*\[\s*\{").match
+        if not any(text and begins_chat(text) for text in texts):
+            return table
+        chats = [chat_of_text(text) for text in texts]
+        if not (found := len(chats) - chats.count(None)):
+            return table
+        logger.info(
+            "%s: %d of %d texts of the column %s are chats, read as messages", name, found, len(chats), key
+        )
+    elif is_answer:
+        chats = _values(table, key)
+    else:
+        return table
+    if is_answer:
+        values = [
+            text if chat is None else _answer(f"{name}, row {number}, field {key}", chat, prompt)
+            for number, (text, chat, prompt) in enumerate(
+                zip(texts, chats, _values(table, prompt_key), strict=True)
+            )
+        ]
+    else:
+        values = [
+            as_messages(text) if chat is None and text else chat
+            for text, chat in zip(texts, chats, strict=True)
+        ]
+    return _with_values(table, key, values)
+
+
+def _answer(where: str, chat: Any, prompt: Any) -> str:
+    """Return the answer that ends a chat, of its own or after the prompt; ``DataError`` for any other."""
+    *before, last = as_messages(chat) if prompt_problem(chat) is None else [{"role": ""}]
+    is_answer = last["role"] == "assistant" and "tool_calls" not in last
+    if not is_answer or (before and before != as_messages(prompt or "")):
+        raise DataError(
+            f"{where}: expected a text, or a message of the assistant, alone or after the row's prompt, "
+            f"found {chat!r:.80}"
+        )
+    return last["content"]
+
+
+def _with_tools(name: str, table: pa.Table, key: str) -> pa.Table:
+    """Return ``table`` with the tools of each row as JSON text, which ``to_rows`` makes a list."""
+    found: list[str | None] = []
+    for number, value in enumerate(_values(table, key)):
+        with raised_as(DataError, f"{name}, row {number}, field {key}", ValueError):
+            tools = tools_of(value)
+        found.append(None if tools is None else json.dumps(tools))
+    exact = exact_name(key)
+    table = table.drop_columns([column for column in (key, exact) if column in table.column_names])
+    texts = pa.array(found, pa.string())
+    return table.append_column(key, texts).append_column(exact, texts)
+
+
+def _with_column(table: pa.Table, key: str) -> pa.Table:
     """Return ``table`` with a column ``key``; a dotted name is that of a field in a nested column."""
     column: Any = _nested(table, key)
-    if is_text and (pa.types.is_primitive(column.type) or pa.types.is_decimal(column.type)):
+    if pa.types.is_primitive(column.type) or pa.types.is_decimal(column.type):
         if pa.types.is_floating(column.type):
             # pandas has NaN for a missing number: as text it would be the answer "nan"
             is_missing = column.is_null(nan_is_null=True)
@@ -258,7 +367,16 @@ def _require_names(fields: Iterable[pa.Field]) -> None:
 UNNAMED_SOURCE = "unnamed"
 """Data source of rows whose files lack the column; only a custom reward function can score them."""
 # Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
-_RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
+_RESERVED = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "raw_prompt",
+    "raw_prompt_ids",
+    "raw_tools",
+    "uid",
+    "seeds",
+)
 _TARGET = "reward_model"
 _BOTH_TARGETS = (_TARGET, exact_name(_TARGET))
 _TRUTH = "ground_truth"
@@ -316,8 +434,12 @@ def require_ground_truths(
     fields = {field.name for field in rows.schema.field(_TARGET).type}
     problem = f"found only the fields {sorted(fields)}"
     if _TRUTH in fields:
-        problem = "found null or NaN"
-        rows = rows.filter(pc.field(_TARGET, _TRUTH).is_null(nan_is_null=True))
+        problem = "found null, NaN or an empty text"
+        truth = pc.field(_TARGET, _TRUTH)
+        is_missing = truth.is_null(nan_is_null=True)
+        if _is_string(rows.schema.field(_TARGET).type.field(_TRUTH).type):
+            is_missing = is_missing | (truth == "")
+        rows = rows.filter(is_missing)
     if by_model and "style" in fields:
         style = pc.field(_TARGET, "style")
         rows = rows.filter(style.is_null() | (style != "model"))

@@ -7,7 +7,9 @@ Control tokens in these texts are text, unless it allows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 EXPECTED = "expected a list of {role, content} messages or a string"
 
 Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class PromptFormat:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def in_words(self, tokenizer: Any, *, is_text: bool, n_continued: int = 0) -> str:
+    def in_words(self, tokenizer: Any, *, is_text: bool, n_continued: int = 0, n_with_tools: int = 0) -> str:
         """Return one line on the treatment of prompts, of which ``n_continued`` end in an open turn.
 
         Raises :class:`ModelError` for a chat template that is needed and missing, and :class:`DataError` for
@@ -75,6 +78,8 @@ class PromptFormat:
             how += f" with {', '.join(given)}"
         if self.system_prompt is not None:
             how += ", after data.system_prompt"
+        if n_with_tools:
+            how += f", {n_with_tools} of them with tools"
         if is_text:
             return f"prompts: plain text; each becomes a user message of {how} ({setting})"
         line = f"prompts: chat messages, rendered by {how}"
@@ -101,29 +106,80 @@ def prompt_problem(value: Any) -> str | None:
     if not isinstance(value, list) or not value:
         return f"{EXPECTED}, found {_describe(value)}"
     for number, message in enumerate(value):
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            return f"{EXPECTED}, found {_describe(message)} as message {number}"
+        fields = message if isinstance(message, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
+        if not isinstance(role, str) or not (isinstance(content, str) or _only_calls(fields)):
+            parts = (
+                "; contents in parts, such as images, are not supported" if isinstance(content, list) else ""
+            )
+            return f"{EXPECTED}, found {_describe(message)} as message {number}{parts}"
     return None
+
+
+def _only_calls(message: Mapping[str, Any]) -> bool:
+    """Return True for OpenAI's form of a turn that only calls tools."""
+    return message.get("content") is None and bool(message.get("tool_calls"))
+
+
+def chat_of_text(text: str | None) -> list[dict[str, Any]] | None:
+    """Return the chat that a text holds as JSON, or as pandas writes lists into CSV; None for other texts."""
+    if not text or not text.lstrip().startswith("["):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        is_chat = isinstance(value, list) and bool(value)
+        return value if is_chat and all(map(_is_message, value)) else None
+    return None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value and bool({"content", "tool_calls"} & value.keys())
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """Return a row's tools, JSON schemas or their JSON text, as a list; None without tools.
+
+    Raises ``ValueError`` for anything else.
+    """
+    try:
+        given = json.loads(value or "[]") if isinstance(value, str) else value
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in given or ()]
+        if all(isinstance(tool, dict) for tool in tools):
+            return tools or None
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise ValueError(
+        f"expected a list of JSON schemas of tools, or JSON text, found {_describe(value)}; if the column "
+        "has something else, set data.tools_key=null"
+    )
 
 
 def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the prompt as chat messages; a plain string becomes one user message.
 
     Keys without a value are dropped: Arrow gives every message the keys of all others, and templates test for
-    presence.
+    presence. The content of a message that only calls tools is empty.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    chat = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    for message in chat:
+        message.setdefault("content", "")  # templates add it to other texts
+    return chat
 
 
 def encode_prompts(
     prompts: list[str] | list[list[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
     how: PromptFormat = AUTO,
+    tools: Sequence[str | None] | None = None,
 ) -> list[list[int]]:
     """Return token ids of every prompt; all strings or all message lists, as in a column of a table.
+
+    ``tools`` are those of each prompt as the JSON of a list, or None; the chat template renders them.
 
     A chat that ends with an assistant's message is continued: its turn stays open. Other chats get the
     template's generation prompt. Plain strings that are no chats get the special tokens that the tokenizer
@@ -135,13 +191,15 @@ def encode_prompts(
     for offset, prompt in enumerate(prompts):
         if problem := prompt_problem(prompt):
             raise PromptError(offset, problem)
+    tools = [None] * len(prompts) if tools is None else tools
     try:
-        encoded = _encode(prompts, tokenizer, how)
+        encoded = _encode(prompts, tools, tokenizer, how)
     except (PromptError, ModelError):
         raise
     except Exception:  # noqa: BLE001
         # Templates raise anything; encoding one by one finds the rejected prompt and raises again.
-        encoded = [_encode_one(offset, prompt, tokenizer, how) for offset, prompt in enumerate(prompts)]
+        pairs = zip(prompts, tools, strict=True)
+        encoded = [_encode_one(offset, *pair, tokenizer, how) for offset, pair in enumerate(pairs)]
     for offset, ids in enumerate(encoded):
         if len(ids) == 0:
             raise PromptError(offset, "the prompt has no tokens")
@@ -173,65 +231,79 @@ def encode_raw(
     prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, how: PromptFormat = AUTO
 ) -> list[int]:
     """Return token ids of the text alone, messages joined by line ends: no template, no special tokens."""
-    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    text = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in as_messages(prompt))
     control = control_tokens(tokenizer)
     text = text if how.allow_special_tokens else control.escape(text)
     return control.encode([text], add_special_tokens=False)[0]
 
 
-def _encode(prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, how: PromptFormat) -> list[list[int]]:
+def _encode(
+    prompts: Sequence[Any],
+    tools: Sequence[str | None],
+    tokenizer: PreTrainedTokenizerBase,
+    how: PromptFormat,
+) -> list[list[int]]:
     if not prompts:
         return []
     control = control_tokens(tokenizer)
     is_chat = how.is_chat(tokenizer, is_text=isinstance(prompts[0], str))
-    values = [how.messages(prompt) for prompt in prompts] if is_chat else list(prompts)
+    values: list[Any] = [how.messages(prompt) for prompt in prompts] if is_chat else list(prompts)
     if not how.allow_special_tokens:
         values = control.escape(values)
     if not is_chat:
+        if any(tools):
+            raise PromptError(0, "it has tools (data.tools_key), which only a chat template can render")
         # A text that was rendered beforehand has the BOS already.
         bos = tokenizer.bos_token if how.allow_special_tokens else None
 
         def encode_texts(texts: list[Any], begins_with_bos: bool) -> list[list[int]]:
             return control.encode(texts, add_special_tokens=not begins_with_bos)
 
-        return _in_two_groups(values, lambda text: bool(bos) and text.startswith(bos), encode_texts)
+        return _in_groups(values, [bool(bos) and text.startswith(bos) for text in values], encode_texts)
     if tokenizer.chat_template is None:
         raise _no_template(tokenizer, "chat messages")
 
-    def encode_chats(chats: list[Any], are_continued: bool) -> list[list[int]]:
+    def encode_chats(chats: list[Any], kind: tuple[bool, str | None]) -> list[list[int]]:
+        are_continued, tools_json = kind
+        own_tools = {"tools": json.loads(tools_json)} if tools_json else {}
+        if not how.allow_special_tokens:
+            own_tools = control.escape(own_tools)
         options: dict[str, Any] = {
             **how.apply_chat_template_kwargs,
+            **own_tools,
             "add_generation_prompt": not are_continued,
             "continue_final_message": are_continued,
             "return_dict": False,  # a list, not a BatchEncoding
         }
-        if not is_escaped(chats):
+        if not is_escaped([*chats, own_tools]):
             encoded: Any = tokenizer.apply_chat_template(chats, tokenize=True, **options)
             return encoded
         # the template writes the BOS itself, so none is added to its text
         texts: Any = tokenizer.apply_chat_template(chats, tokenize=False, **options)
         return control.encode(texts, add_special_tokens=False)
 
-    return _in_two_groups(values, lambda chat: chat[-1]["role"] == "assistant", encode_chats)
+    continued = [chat[-1]["role"] == "assistant" for chat in values]
+    return _in_groups(values, list(zip(continued, tools, strict=True)), encode_chats)
 
 
-def _in_two_groups(
+def _in_groups(
     values: list[Item],
-    is_of_second: Callable[[Item], bool],
-    encode: Callable[[list[Item], bool], list[list[int]]],
+    kinds: Sequence[Kind],
+    encode: Callable[[list[Item], Kind], list[list[int]]],
 ) -> list[list[int]]:
-    """Encode the values of which ``is_of_second`` is False and the others apart; return all in order."""
-    kinds = [is_of_second(value) for value in values]
-    encoded = {
-        kind: iter(encode([value for value, own in zip(values, kinds, strict=True) if own is kind], kind))
-        for kind in set(kinds)
-    }
+    """Encode the values of each of ``kinds`` apart; return all in order."""
+    groups: dict[Kind, list[Item]] = {}
+    for value, kind in zip(values, kinds, strict=True):
+        groups.setdefault(kind, []).append(value)
+    encoded = {kind: iter(encode(own, kind)) for kind, own in groups.items()}
     return [next(encoded[kind]) for kind in kinds]
 
 
-def _encode_one(offset: int, prompt: Any, tokenizer: PreTrainedTokenizerBase, how: PromptFormat) -> list[int]:
+def _encode_one(
+    offset: int, prompt: Any, tools: str | None, tokenizer: PreTrainedTokenizerBase, how: PromptFormat
+) -> list[int]:
     try:
-        return _encode([prompt], tokenizer, how)[0]
+        return _encode([prompt], [tools], tokenizer, how)[0]
     except ModelError:
         raise
     except PromptError as error:

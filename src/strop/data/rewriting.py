@@ -46,7 +46,7 @@ class Rewriter:
         """Return ``input_ids``, ``attention_mask`` and ``position_ids`` [B, L], padded on the left.
 
         Reads ``responses`` and ``response_mask`` [B, T], ``truncated`` [B], and ``raw_prompt``, the messages
-        kept by ``data.return_raw_chat``.
+        kept by ``data.return_raw_chat``, with their ``raw_tools``.
         """
         if "raw_prompt" not in batch.non_tensor_batch:
             raise DataError(
@@ -55,9 +55,10 @@ class Rewriter:
             )
         columns = batch.batch
         texts = [
-            self._text(prompt, response_T[mask_T.bool()], bool(truncated))
-            for prompt, response_T, mask_T, truncated in zip(
+            self._text(prompt, tools, response_T[mask_T.bool()], bool(truncated))
+            for prompt, tools, response_T, mask_T, truncated in zip(
                 batch.non_tensor_batch["raw_prompt"],
+                batch.non_tensor_batch.get("raw_tools", [None] * len(batch)),
                 columns["responses"],
                 columns["response_mask"],
                 columns["truncated"],
@@ -72,16 +73,16 @@ class Rewriter:
         tensors = [{"input_ids": torch.tensor(row)} for row in rows]
         return collate(tensors, pad_token_id=self.writer.pad_token_id, max_prompt_length=longest)
 
-    def _text(self, prompt: Any, token_ids: Any, truncated: bool) -> str:
+    def _text(self, prompt: Any, tools: Any, token_ids: Any, truncated: bool) -> str:
         response = self.reader.decode(token_ids, skip_special_tokens=True)
         messages = as_messages(prompt)
         if messages[-1]["role"] == "assistant":  # the response continues it
             response = messages.pop()["content"] + response
         messages = [*messages, {"role": "assistant", "content": response}]
-        messages = control_tokens(self.writer).escape(messages)
+        messages, tools = map(control_tokens(self.writer).escape, (messages, tools))
         if truncated:
             messages[-1]["content"] += _RESPONSE_ENDS
-        text = self.writer.apply_chat_template(messages, tokenize=False)
+        text = self.writer.apply_chat_template(messages, tools=tools, tokenize=False)
         if not truncated:
             return text
         # A template that drops parts of a response (its reasoning) may drop the mark, and nothing follows it.

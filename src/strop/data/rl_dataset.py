@@ -64,8 +64,8 @@ class RLHFDataset:
     ``dataset[i]`` is a dict: ``input_ids`` (int64 tensor [length], unpadded, at most ``max_prompt_length``),
     ``data_source`` (the column ``reward_fn_key``), ``index`` (``extra_info["index"]``, else the row's
     number), every column of the files as plain Python values, and optionally ``raw_prompt`` (chat
-    messages; a plain string becomes one user message) and ``raw_prompt_ids`` (list of ints: the text alone,
-    without chat template and special tokens).
+    messages; a plain string becomes one user message) with ``raw_tools`` of data with tools, and
+    ``raw_prompt_ids`` (list of ints: the text alone, without chat template and special tokens).
 
     Prompts over ``max_prompt_length`` tokens are dropped with a warning, or, with
     ``filter_overlong_prompts=False``, handled by ``truncation``: ``error``, or keep the last tokens
@@ -73,7 +73,8 @@ class RLHFDataset:
 
     ``answer_key`` names a column whose values become the ground truths, in a column ``reward_model``;
     ``data_source`` is that of files without the column ``reward_fn_key``. ``how`` is the treatment of
-    prompts before they are tokenized, and ``prompts_in_words`` describes it in one line.
+    prompts before they are tokenized, and ``prompts_in_words`` describes it in one line. ``tools_key`` names
+    the column of tools; the chat template renders those of each row.
 
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
@@ -95,6 +96,7 @@ class RLHFDataset:
         return_raw_input_ids: bool = False,
         reward_fn_key: str = "data_source",
         answer_key: str | None = None,
+        tools_key: str | None = "tools",
         data_source: str | None = None,
         how: PromptFormat = AUTO,
         num_workers: int | None = None,
@@ -110,6 +112,7 @@ class RLHFDataset:
             files,
             prompt_key=prompt_key,
             answer_keys={"answer": answer_key} if answer_key else {},
+            tools_key=tools_key,
             defaults={reward_fn_key: data_source} if data_source else {},
             cache_dir=cache_dir,
         )
@@ -148,6 +151,8 @@ class RLHFDataset:
         columns["index"] = columns.get("index", row_number) if index is None else index
         if self.return_raw_chat:
             columns["raw_prompt"] = self.how.messages(prompt)
+            if self._table.tools_key is not None:
+                columns["raw_tools"] = columns[self._table.tools_key]
         if self.return_raw_input_ids:
             columns["raw_prompt_ids"] = encode_raw(prompt, self.tokenizer, self.how)
         return columns
@@ -239,7 +244,7 @@ def create_rl_dataset(
 
 def prompt_options(data_config: Any) -> dict[str, Any]:
     """Return the arguments that ``config.data`` has for every data set of prompts."""
-    names = ("prompt_key", "max_prompt_length", "truncation", "num_workers", "cache_dir")
+    names = ("prompt_key", "tools_key", "max_prompt_length", "truncation", "num_workers", "cache_dir")
     how = PromptFormat(**{key.name: getattr(data_config, key.name) for key in fields(PromptFormat)})
     return {"how": how, **{name: getattr(data_config, name) for name in names}}
 
@@ -249,7 +254,9 @@ def prompts_in_words(
 ) -> str:
     """Return one line on the treatment of prompts, raising as ``PromptFormat.in_words``."""
     n_continued = table.ending_with("assistant", prompt_key)
-    return how.in_words(tokenizer, is_text=table.has_texts(prompt_key), n_continued=n_continued)
+    n_with_tools = len(table) - table.tools(0, len(table)).count(None)
+    is_text = table.has_texts(prompt_key)
+    return how.in_words(tokenizer, is_text=is_text, n_continued=n_continued, n_with_tools=n_with_tools)
 
 
 def log_prompts(*datasets: Any) -> None:

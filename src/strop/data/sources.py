@@ -95,8 +95,11 @@ def read_table(
             return records_table(name, lambda: json_records(name, found), texts)
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file one by one; ``DataError`` names the file and the line."""
+def read_records(path: Path, texts: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file one by one; ``DataError`` names the file and the line.
+
+    Columns ``texts`` of a CSV file are text.
+    """
     name = str(path)
     require_file(path, name)
     with reading(name):
@@ -107,7 +110,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             return
         if kind == "csv":
             with _reading_text(name, path):
-                batches: Iterable[pa.RecordBatch] = _csv_table(name, path, ()).to_batches(CHUNK_ROWS)
+                batches: Iterable[pa.RecordBatch] = _csv_table(name, path, texts).to_batches(CHUNK_ROWS)
         else:
             batches = pq.ParquetFile(path, page_checksum_verification=True).iter_batches()
         first_row = 0
@@ -118,11 +121,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             first_row += len(batch)
 
 
-def iterate(name: str, cache_dir: str | Path | None = None) -> Iterator[dict[str, Any]]:
+def iterate(
+    name: str, texts: Collection[str] = (), cache_dir: str | Path | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a source that ``read_table`` reads, those of a file as ``read_records`` does."""
     found = None if is_rows(name) else find(name, cache_dir)
     if isinstance(found, Path) and found.is_file():
-        yield from read_records(found)
+        yield from read_records(found, texts)
         return
     table = read_table(name, cache_dir=cache_dir)
     for start in range(0, len(table), CHUNK_ROWS):
@@ -307,7 +312,7 @@ def _saved_table(folder: Path) -> pa.Table:
 
 
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
-    """Return a CSV file with types inferred by pyarrow, but dates as text; an empty field is null."""
+    """Return a CSV file with types inferred by pyarrow, but dates as text; an empty number is null."""
     delimiter = "\t" if _suffix(path) == "tsv" else _delimiter(path)
 
     def read(text_columns: Iterable[str]) -> pa.Table:
@@ -318,9 +323,7 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
             parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(text_columns, pa.string()),
-                null_values=[""],  # "NA" and "null" are texts, too
-                strings_can_be_null=True,
-                quoted_strings_can_be_null=False,
+                null_values=[""],  # "NA" and "null" are texts, too, and an empty one is no null
             ),
         )
 

@@ -88,18 +88,27 @@ def tokenize_table(
 
     ``encode`` computes them in the format ``how``. ``num_workers`` processes (None: one per core) are used
     where they pay off: from 100,000 rows on, or 5,000 with a tokenizer written in Python. Raises
-    :class:`DataError` naming file, row and field of the first unusable value.
+    :class:`DataError` naming file, row and field of the first unusable value, and for tools that the chat
+    template leaves out.
     """
     if not how.allow_special_tokens:
         _warn_of_control_tokens(table, prompt_key, control_tokens(tokenizer).names)
+    has_tools = encode is encode_prompts and table.tools_key is not None
     cache = None
     if cache_dir is not None:
-        cache = _cache_path(table, tokenizer, prompt_key, encode, how, cache_dir)
+        columns = [
+            table.with_exact(prompt_key),
+            *([table.table.select([table.tools_key])] if has_tools else []),
+        ]
+        cache = _cache_path(columns, tokenizer, encode, how, cache_dir)
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
+    if has_tools:
+        _require_rendered_tools(table, tokenizer, prompt_key, how)
     workers = usable_cores() if num_workers is None else num_workers
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
-        chunks = _encode_all(table, tokenizer, prompt_key, partial(encode, how=how), workers, advance)
+        own = partial(encode, how=how)
+        chunks = _encode_all(table, tokenizer, prompt_key, own, workers, advance, has_tools=has_tools)
     arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)  # all tokens may exceed 2^31, an id does not
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
@@ -107,6 +116,24 @@ def tokenize_table(
     if cache is not None:
         _save(cache, result)
     return result
+
+
+def _require_rendered_tools(table: PromptTable, tokenizer: Any, prompt_key: str, how: PromptFormat) -> None:
+    """Raise ``DataError`` if the first prompt that has tools has the same tokens without them."""
+    tools = table.tools(0, len(table))
+    row = next(row for row, own in enumerate(tools) if own is not None)
+    prompts = table.values(prompt_key, row, row + 1)
+    try:
+        if encode_prompts(prompts, tokenizer, how, [tools[row]]) != encode_prompts(prompts, tokenizer, how):
+            return
+    except PromptError as error:
+        raise table.error(row, prompt_key, error.reason) from error
+    raise table.error(
+        row,
+        str(table.tools_key),
+        "the chat template leaves out the tools: use a template that takes them (data.chat_template), or set "
+        "data.tools_key=null to leave them out on purpose",
+    )
 
 
 def _warn_of_control_tokens(table: PromptTable, column: str, names: Sequence[str]) -> None:
@@ -147,10 +174,15 @@ def _encode_all(
     encode: Encode,
     workers: int,
     advance: Advance,
+    *,
+    has_tools: bool,
 ) -> list[Chunk]:
-    def chunks_of_values() -> Iterator[list[Any]]:
+    def chunks_of_values() -> Iterator[tuple[list[Any], Encode]]:
         for start in range(0, len(table), CHUNK_ROWS):
-            yield table.values(prompt_key, start, start + CHUNK_ROWS)
+            values, own = table.values(prompt_key, start, start + CHUNK_ROWS), encode
+            if has_tools:
+                own = partial(encode, tools=table.tools(start, start + len(values)))
+            yield values, own
 
     def collect(results: Generator[Callable[[], Chunk]]) -> list[Chunk]:
         chunks = []
@@ -167,15 +199,15 @@ def _encode_all(
     enough = MIN_ROWS_FOR_PROCESSES["fast" if tokenizer.is_fast else "slow"]
     if workers > 1 and len(table) >= enough:
         try:
-            return collect(_in_processes(chunks_of_values(), tokenizer, encode, workers))
+            return collect(_in_processes(chunks_of_values(), tokenizer, workers))
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:
             # A script without `if __name__ == "__main__"` cannot spawn; a custom tokenizer may not pickle.
             logger.warning("tokenizing in one process: worker processes failed (%s)", error)
-    return collect(partial(encode, values, tokenizer) for values in chunks_of_values())
+    return collect(partial(own, values, tokenizer) for values, own in chunks_of_values())
 
 
 def _in_processes(
-    chunks: Iterator[list[Any]], tokenizer: PreTrainedTokenizerBase, encode: Encode, workers: int
+    chunks: Iterator[tuple[list[Any], Encode]], tokenizer: PreTrainedTokenizerBase, workers: int
 ) -> Generator[Callable[[], Chunk]]:
     """Yield for every chunk of values, in order, the function that waits for its token ids."""
     pickle.dumps(tokenizer)  # fail here, not in the pool's feeder thread
@@ -184,7 +216,7 @@ def _in_processes(
     pending: deque[Callable[[], Chunk]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,)) as pool:
         try:
-            for values in chunks:
+            for values, encode in chunks:
                 pending.append(pool.submit(_encode_chunk, values, encode).result)
                 if len(pending) > 4 * workers:  # keep all busy without holding all prompts twice
                     yield pending.popleft()
@@ -234,9 +266,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _cache_path(
-    table: PromptTable,
+    columns: Sequence[pa.Table],
     tokenizer: PreTrainedTokenizerBase,
-    prompt_key: str,
     encode: Encode,
     how: PromptFormat,
     cache_dir: str | Path,
@@ -247,7 +278,7 @@ def _cache_path(
         "layout": 5,
         "encode": getattr(encode, "__name__", repr(encode)),
         "format": dataclasses.asdict(how),
-        "values": _digest(table.with_exact(prompt_key)),
+        "values": list(map(_digest, columns)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ def read_source(
     hub_config: str | None = None,
     cache_dir: str | Path | None = None,
     unnamed_split: str | None = None,
+    texts: Collection[str] = (),
 ) -> Splits:
     """Return ``{split: records}`` of a file, a folder, a saved data set, an fsspec URL or a hub name.
 
     Reads a folder's files that are named after a split (``train.jsonl``, ``test-00000-of-00001.parquet``) and
     joins those of one split in the order of their names. ``hub_config`` is the configuration's name on the
-    hub. If no file is named after a split, all files belong to ``unnamed_split``.
+    hub. If no file is named after a split, all files belong to ``unnamed_split``. Columns ``texts`` of CSV
+    files are text.
 
     Raises:
         DataError: nothing usable at ``source``, or no file is named after a split and ``unnamed_split`` is
@@ -47,13 +49,13 @@ def read_source(
         return _read_hub(name, hub_config) if with_split(name) is None else _read_split(name, cache_dir)
     path = local_path(name, cache_dir)
     if path.is_file():
-        return _read_files(name, [path], unnamed_split)
+        return _read_files(name, [path], unnamed_split, texts)
     if splits := saved_splits(path):
         return {_split_of(split) or split: to_rows(read_table(f"{path}:{split}")) for split in splits}
     if (path / "state.json").is_file():
         return {_split_of(path.name) or unnamed_split or "train": to_rows(read_table(path))}
     if path.is_dir():
-        return _read_files(name, sorted(path.iterdir()), unnamed_split)
+        return _read_files(name, sorted(path.iterdir()), unnamed_split, texts)
     raise DataError(f"source {name}: no such file or folder (and it does not look like a hub name)")
 
 
@@ -63,14 +65,14 @@ def _read_split(name: str, cache_dir: str | Path | None) -> Splits:
     return {_split_of(split) or split: to_rows(read_table(name, cache_dir=cache_dir))}
 
 
-def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Splits:
+def _read_files(source: str, paths: list[Path], unnamed_split: str | None, texts: Collection[str]) -> Splits:
     stems = {path: stem for path in paths if (stem := _stem_of(path)) is not None}
     named = {path: split for path, stem in stems.items() if (split := _split_of(stem)) is not None}
     if not named and unnamed_split is not None:
         named = dict.fromkeys(stems, unnamed_split)
     splits: dict[str, list[dict[str, Any]]] = {}
     for path, split in named.items():
-        splits.setdefault(split, []).extend(read_records(path))
+        splits.setdefault(split, []).extend(read_records(path, texts))
     if not splits:
         found = ", ".join(path.name for path in paths[:10]) or "nothing"
         names = "files" if unnamed_split is not None else "files named train, test or validation,"

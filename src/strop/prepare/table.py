@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.data.prompts import prompt_problem
+from strop.data.prompts import chat_of_text, prompt_problem
 from strop.data.records import as_text
 from strop.data.sources import value_at
 from strop.errors import DataError
@@ -36,7 +36,7 @@ def splits(
         raise DataError("--data-source: expected a name, found an empty text")
     columns = {"prompt_column": prompt, "answer_column": answer}
     row = partial(_row, **columns, source=data_source, instruction=instruction)
-    return read_splits(source, row, cache_dir=cache_dir, unnamed_split="train")
+    return read_splits(source, row, cache_dir=cache_dir, unnamed_split="train", texts=(prompt, answer))
 
 
 def _row(
@@ -50,6 +50,9 @@ def _row(
     instruction: str,
 ) -> dict[str, Any]:
     prompt, answer = (_field(record, name) for name in (prompt_column, answer_column))
+    prompt = as_text(prompt) if isinstance(prompt, int | float) else prompt
+    if isinstance(prompt, str) and (chat := chat_of_text(prompt)):
+        prompt = chat
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": f"{prompt}\n{instruction}" if instruction else prompt}]
     elif problem := prompt_problem(prompt):

@@ -53,6 +53,8 @@ class RowsConfig(Section, resumes=SAME):
     """Validation rows, as train_files; [] trains without validation."""
     prompt_key: Text
     """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
+    tools_key: Text | None
+    """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
     apply_chat_template: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: Text | None

@@ -1,0 +1,192 @@
+"""Tools, chats that are stored as text, turns that only call tools, and columns of images."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from strop.data.answers import AnsweredDataset
+from strop.data.control_tokens import PromptError
+from strop.data.prompt_table import read_prompt_table
+from strop.data.prompts import PromptFormat, as_messages, encode_prompts, encode_raw
+from strop.data.rewriting import Rewriter
+from strop.data.rl_dataset import RLHFDataset
+from strop.data.sources import Rows
+from strop.errors import DataError
+from strop.prepare import prepare
+from strop.protocol import DataProto
+
+from messages import mentions, naming
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.name }} {{ tool.default | default('') }} {% endfor %}"
+    "{% for m in messages %}[{{ m.role }}] {{ '' + m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER = {"role": "user", "content": "w1"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+ANSWER = {"role": "assistant", "content": "w2"}
+
+
+@pytest.fixture
+def with_tools(make_tokenizer):
+    tokenizer = make_tokenizer(TOOLS_TEMPLATE)
+    tokenizer.eos_token = "<pad>"
+    return tokenizer
+
+
+def ids(dataset):
+    return [row["input_ids"].tolist() for row in dataset]
+
+
+W5, W6 = {"name": "w5", "default": 3}, {"name": "w6", "default": "w7"}
+
+
+@pytest.mark.parametrize("form", ["list", "text", "texts"])
+@pytest.mark.parametrize("key", ["tools", "functions", "extra.tools"])
+def test_the_tools_of_each_row_are_rendered(form, key, with_tools, tmp_path):
+    def stored(tools):
+        tools = [json.dumps(tool) for tool in tools] if form == "texts" else tools
+        return json.dumps(tools) if form == "text" else tools
+
+    def row(*tools):
+        value = stored(list(tools))
+        return {"prompt": "w1", "extra": {"tools": value}} if "." in key else {"prompt": "w1", key: value}
+
+    rows = [row(W6), row(W5, W6), row(), row(W6), {"prompt": [USER][0]["content"]}]
+    expected = [[16, 17, 3, 11, 5], [15, 2, 16, 17, 3, 11, 5], [3, 11, 5], [16, 17, 3, 11, 5], [3, 11, 5]]
+    for _ in range(2):  # the second time from the cache
+        dataset = RLHFDataset(
+            Rows("rows", rows), with_tools, max_prompt_length=9, tools_key=key, cache_dir=tmp_path
+        )
+        assert ids(dataset) == expected
+    assert mentions(dataset.prompts_in_words, "3 of them with tools")
+    without = RLHFDataset(
+        Rows("rows", rows), with_tools, max_prompt_length=9, tools_key=None, cache_dir=tmp_path
+    )
+    assert ids(without) == [[3, 11, 5]] * 5
+    chosen = [{**row, "response": "w2"} for row in rows]
+    options = {"answer_keys": {"response": "response"}, "max_prompt_length": 9, "max_response_length": 9}
+    assert ids(
+        AnsweredDataset(Rows("sft", chosen), with_tools, prompt_key="prompt", tools_key=key, **options)
+    ) == (expected)
+
+
+def test_tools_that_would_be_left_out_are_an_error(tokenizer, with_tools):
+    rows = [{"prompt": [USER]}, {"prompt": [USER], "tools": [W5]}]
+    with pytest.raises(
+        DataError, match=naming("row 1", "field tools", "data.chat_template", "tools_key=null")
+    ):
+        RLHFDataset(Rows("rows", rows), tokenizer, max_prompt_length=9)
+    plain = Rows("rows", [{"prompt": "w1"}, {"prompt": "w1", "tools": [W5]}])
+    with pytest.raises(DataError, match=naming("row 1", "data.tools_key")):
+        RLHFDataset(plain, with_tools, max_prompt_length=9, how=PromptFormat(apply_chat_template=False))
+    for wrong in ("w5", [["w5"]], 3, {"name": "w5"}):
+        with pytest.raises(DataError, match=naming("row 0", "field tools", "JSON schemas", "tools_key=null")):
+            RLHFDataset(Rows("rows", [{"prompt": "w1", "tools": wrong}]), with_tools, max_prompt_length=9)
+    with pytest.raises(DataError, match=naming("'functions'", "data.tools_key")):
+        RLHFDataset(Rows("rows", rows[:1]), with_tools, max_prompt_length=9, tools_key="functions")
+
+
+def test_a_control_token_in_a_tool_is_text(with_tools):
+    with pytest.raises(PromptError, match=naming("control token")):  # words of this tokenizer have no parts
+        encode_prompts(["w1"], with_tools, tools=['[{"name": "<s>"}]'])
+
+
+def test_tools_reach_the_template_of_a_reward_model(with_tools):
+    with_tools.pad_token_id = 0
+    batch = DataProto(
+        {"responses": torch.tensor([[12, 0]]), "response_mask": torch.tensor([[1.0, 1.0]])}
+        | {"truncated": torch.tensor([False])},
+        {name: np.empty(1, object) for name in ("raw_prompt", "raw_tools")},
+    )
+    batch.non_tensor_batch["raw_prompt"][0], batch.non_tensor_batch["raw_tools"][0] = [USER], [W6]
+    assert Rewriter(with_tools, with_tools)(batch).batch["input_ids"].tolist() == [[16, 17, 3, 11, 5, 12]]
+
+
+def test_a_turn_that_only_calls_tools_is_read(with_tools):
+    chat = [USER, CALL, {"role": "tool", "content": "w3"}]
+    missing = [USER, {name: value for name, value in CALL.items() if name != "content"}, chat[2]]
+    for prompt in (chat, missing):
+        assert as_messages(prompt)[1]["content"] == ""
+        assert encode_prompts([prompt], with_tools) == [[3, 11, 5, 2, 13, 5]]
+        assert encode_raw(prompt, with_tools) == [11, 13]
+    with pytest.raises(PromptError, match=naming("message 0", "{role, content}")):
+        encode_prompts([[{"role": "assistant", "content": None}]], with_tools)
+
+
+@pytest.mark.parametrize("form", ["json", "python"])
+def test_a_chat_that_is_stored_as_text_becomes_messages(form, tmp_path, with_tools, caplog):
+    written = json.dumps if form == "json" else repr  # as pandas writes it
+    with (tmp_path / "t.csv").open("w", newline="") as handle:
+        csv.writer(handle).writerows(
+            [
+                ["prompt", "answer"],
+                [written([ANSWER, USER]), "1"],
+                ["w3 [1, 2]", "2"],
+                [written([CALL, USER]), "3"],
+            ]
+        )
+    with caplog.at_level(logging.INFO, "strop.data"):
+        dataset = RLHFDataset(tmp_path / "t.csv", with_tools, max_prompt_length=20, answer_key="answer")
+    assert mentions(caplog.text, "2 of 3", "prompt")
+    assert dataset[0]["prompt"] == [ANSWER, USER]
+    assert dataset[0]["input_ids"].tolist() == [5, 12, 3, 11, 5]
+    assert dataset[1]["prompt"] == [{"role": "user", "content": "w3 [1, 2]"}]
+    assert dataset[2]["prompt"] == [CALL, USER]
+    written = prepare("table", tmp_path / "t.csv", tmp_path / "out", data_source="a/b")["train"]
+    assert RLHFDataset(written.path, with_tools, max_prompt_length=20)[2]["prompt"] == [CALL, USER]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[", "[]", '["a"]', '[{"a": 1}]', '[{"role": "user"}]', "[" * 9999]
+)
+def test_other_texts_stay_texts(text, tokenizer):
+    dataset = RLHFDataset(Rows("rows", [{"prompt": f"{text}"}]), tokenizer, max_prompt_length=9)
+    assert dataset[0]["prompt"] == text
+
+
+@pytest.mark.parametrize("store", [json.dumps, list])
+def test_answers_that_are_chats_are_the_text_of_the_assistant(store, with_tools):
+    def pairs(*rejected):
+        row = {"prompt": "w1", "chosen": store([USER, ANSWER]), "rejected": store(list(rejected))}
+        return AnsweredDataset(
+            Rows("pairs", [row]),
+            with_tools,
+            prompt_key="prompt",
+            answer_keys={"chosen": "chosen", "rejected": "rejected"},
+            max_prompt_length=9,
+            max_response_length=9,
+        )
+
+    row = pairs({"role": "assistant", "content": "w4"})[0]
+    assert (row["chosen"].tolist(), row["rejected"].tolist()) == ([12, 0], [14, 0])
+    for wrong in ([USER], [{"role": "user", "content": "w9"}, ANSWER], [CALL]):
+        with pytest.raises(DataError, match=naming("row 0", "field rejected", "assistant")):
+            pairs(*wrong)
+
+
+def test_a_ground_truth_that_looks_like_a_chat_stays_as_it_is(tokenizer):
+    text = json.dumps([ANSWER])
+    rows = Rows("rows", [{"prompt": "w1", "answer": text}])
+    dataset = RLHFDataset(rows, tokenizer, max_prompt_length=9, answer_key="answer")
+    assert dataset[0]["reward_model"]["ground_truth"] == text
+
+
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
+def test_images_are_an_error_that_says_so(column, tmp_path):
+    image = [{"bytes": b"x", "path": None}]
+    for value in (image, image[0], "a.png", [None, "b.png"]):
+        pq.write_table(pa.table({"prompt": ["w1", "w2"], column: [value, None]}), tmp_path / "t.parquet")
+        with pytest.raises(DataError, match=naming(f"'{column}'", "images")):
+            read_prompt_table(tmp_path / "t.parquet")
+    for value in ([], None):
+        pq.write_table(pa.table({"prompt": ["w1"], column: [value]}), tmp_path / "t.parquet")
+        assert len(read_prompt_table(tmp_path / "t.parquet")) == 1
