@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import http.client
 import json
+import math
 import re
 import shutil
 import socket
@@ -13,9 +15,11 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -119,6 +123,18 @@ def server(run_dir):
         yield server
         server.shutdown()
         thread.join()
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Generator[PageServer]:
+    with PageServer([RunFiles(folder)], host="127.0.0.1", port=0, token=TOKEN) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def get(server: PageServer, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
@@ -336,6 +352,64 @@ def test_the_report_has_no_credential(tmp_path, monkeypatch):
     plain = "a:   1  # kept as it is\n"
     (tmp_path / "config.yaml").write_text(plain)
     assert RunFiles(tmp_path).facts()["config"] == plain
+
+
+SCORE = '{"value": 0.5, "low": 0.25, "high": 0.75}'
+DAMAGED = [
+    "[1, 2]", "3", "null", '"text"', '{"n": 1', "{}", '{"sources": [1]}', '{"sources": {"a": 1}}',
+    '{"sources": {"a": {"scores": [1]}}}', '{"sources": {"a": {"scores": {"mean@1": 0.5}}}}',
+    '{"sources": {"a": {"scores": {"mean@1": {"value": NaN, "low": 1e999, "high": -Infinity}}}}}',
+    "[" * 5000, "\x00", '{"sources": {"a": ' * 400,
+]  # fmt: skip
+
+
+def damaged_run(folder: Path) -> Path:
+    write_run(folder)
+    (folder / "validation").mkdir()
+    for step, text in enumerate(DAMAGED, start=1):
+        (folder / "validation" / f"step_{step:06d}.json").write_text(text)
+    (folder / "validation" / "step_000090.json").write_bytes(b"\xff\xfe")
+    whole = f'{{"n": 1, "sources": {{"sums": {{"scores": {{"mean@1": {SCORE}}}, "mean_length": NaN}}}}}}'
+    (folder / "validation" / "step_000099.json").write_text(whole)
+    start = '{"started": "now", "cores": NaN, "memory_gib": 1e999, "gpus": "one", "command": "strop train"}'
+    (folder / "machine.jsonl").write_text("\n".join([*DAMAGED, start, start[:20]]))
+    return folder
+
+
+def test_damaged_files_leave_the_rest_of_the_page(tmp_path, capsys, monkeypatch):
+    folder = damaged_run(tmp_path / "run")
+    with serving(folder) as server:
+        status, body, _ = get(server, "/api/validation?run=0")
+        assert status == 200
+        whole = [report for report in json.loads(body) if report["sources"].get("sums")]
+        assert [(report["step"], report["sources"]["sums"]["mean_length"]) for report in whole] == [
+            (99, None)
+        ]
+        status, body, _ = get(server, "/api/facts?run=0")
+        assert status == 200
+        assert any(start.get("command") == "strop train" for start in json.loads(body)["starts"])
+        pq.write_table(
+            pa.table({"score": ["a"], "response_mask": ["b"]}), folder / "rollouts/step_000001.parquet"
+        )
+        status, body, _ = get(server, "/api/columns?run=0&kind=rollouts&step=1")
+        assert status == 404
+        assert "step_000001.parquet" in json.loads(body)["error"]
+        monkeypatch.setattr(RunFiles, "validation", lambda run: {"score": math.nan})
+        status, body, _ = get(server, "/api/validation?run=0")
+        assert status == 500
+        assert "ValueError" in json.loads(body)["error"]
+    monkeypatch.undo()
+    assert main(["report", str(folder), "-o", str(tmp_path / "run.html"), "--samples", "0"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_browser_shows_what_damaged_files_leave(browser, tmp_path):
+    with serving(damaged_run(tmp_path / "run")) as server:
+        browser.open(f"{server.url}#validation")
+        browser.until("document.body.innerText.includes('0.500')")
+        browser.open(f"{server.url}#run")
+        browser.until("document.body.innerText.includes('strop train')")
+        assert browser.errors() == []
 
 
 def test_several_runs_need_the_page(run_dir, capsys):

@@ -74,7 +74,8 @@ def reading_samples(path: Path) -> Generator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such samples (trainer.rollouts_to_keep deletes old ones)") from error
-    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError, AttributeError, TypeError) as error:
+        # the last two: columns of these names with other types
         raise DataError(f"{path}: not a file of samples: {error}") from error
 
 

@@ -27,6 +27,7 @@ from strop.redaction import redacted, redacted_text
 from strop.tracking.curves import drawn_panels
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
+from strop.tracking.report import Estimate
 from strop.tracking.samples import (
     TOKEN_TEXTS,
     reading_samples,
@@ -118,17 +119,21 @@ class RunFiles:
             machine = self._inside(MACHINE_FILE).read_text(errors="replace")
         starts = []
         for line in machine.splitlines():
-            with contextlib.suppress(ValueError):  # a line that is being written
-                starts.append(json.loads(line))
-        return {"config": _published(config), "starts": redacted(starts)}
+            if isinstance(start := _plain_json(line), dict):
+                starts.append(redacted(start))
+        return {"config": _published(config), "starts": starts}
 
     def validation(self) -> list[dict[str, Any]]:
-        """Return the report of each validation (``validation/step_*.json``) with its ``step``."""
+        """Return the report of each validation (``validation/step_*.json``) with its ``step``.
+
+        What is no report, or has no numbers, is left out.
+        """
         reports = []
         for step in steps_with_file(self.folder / "validation", ".json"):
-            with contextlib.suppress(OSError, DataError, ValueError):
+            with contextlib.suppress(OSError, DataError, UnicodeError):
                 text = self._inside(step_file(Path("validation"), step, ".json")).read_text()
-                reports.append({"step": step, **json.loads(text)})
+                if report := _report(text):
+                    reports.append({"step": step, **report})
         return reports
 
     def steps(self, kind: str) -> list[int]:
@@ -237,6 +242,34 @@ class RunFiles:
         if not path.resolve().is_relative_to(self.folder):
             raise DataError(f"{path} leads outside the run folder, and only files inside it are shown")
         return path
+
+
+def _plain_json(text: str) -> Any:
+    """Return parsed JSON with None for NaN and infinity; None for what is no JSON, as a half-written line."""
+    try:
+        return json.loads(
+            text, parse_constant=lambda name: None, parse_float=lambda x: rounded([float(x)])[0]
+        )
+    except (ValueError, RecursionError):
+        return None
+
+
+def _report(text: str) -> dict[str, Any] | None:
+    """Return the report of a validation, with the scores that are numbers; None for anything else."""
+    report, known = _plain_json(text), {}
+    sources = report.get("sources") if isinstance(report, dict) else None
+    if not isinstance(sources, dict):
+        return None
+    for name, source in sources.items():
+        scores = source.get("scores") if isinstance(source, dict) else None
+        if isinstance(scores, dict):
+            whole = {key: score for key, score in scores.items() if _is_estimate(score)}
+            known[name] = {**source, "scores": whole}
+    return {**report, "sources": known}
+
+
+def _is_estimate(score: Any) -> bool:
+    return isinstance(score, dict) and all(isinstance(score.get(x), int | float) for x in Estimate._fields)
 
 
 def _published(config: str) -> str:

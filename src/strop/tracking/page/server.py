@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError, DataError, in_one_line
 from strop.tracking.page import SCRIPTS, STATIC, STYLES
 from strop.tracking.page.files import RunFiles
 
@@ -185,7 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path in self._page.pages:
             self._send(HTTPStatus.OK, *self._page.pages[address.path])
         elif (name := address.path.removeprefix("/api/")) == "runs":
-            self._send_json([run.folder.name for run in self._page.runs])
+            names = json.dumps([run.folder.name for run in self._page.runs])
+            self._send(HTTPStatus.OK, "application/json", names.encode())
         elif address.path.startswith("/api/") and name in API:
             self._answer(API[name], {key: values[-1] for key, values in parse_qs(address.query).items()})
         else:
@@ -202,17 +203,19 @@ class _Handler(BaseHTTPRequestHandler):
             number = _number(parameters, "run", 0)
             if not 0 <= number < len(self._page.runs):
                 raise BadRequestError(f"run={number}: expected 0 to {len(self._page.runs) - 1}")
-            found = read(self._page.runs[number], parameters)
+            text = json.dumps(
+                read(self._page.runs[number], parameters), allow_nan=False, separators=(",", ":")
+            )
         except BadRequestError as error:
             self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except DataError as error:
             self._fail(HTTPStatus.NOT_FOUND, str(error))
+        except Exception as error:  # noqa: BLE001 - a damaged file of the run, in ways that nothing lists
+            self._fail(
+                HTTPStatus.INTERNAL_SERVER_ERROR, f"a file of the run is damaged: {in_one_line(error)}"
+            )
         else:
-            self._send_json(found)
-
-    def _send_json(self, found: Any) -> None:
-        text = json.dumps(found, allow_nan=False, separators=(",", ":"))
-        self._send(HTTPStatus.OK, "application/json", text.encode())
+            self._send(HTTPStatus.OK, "application/json", text.encode())
 
     def _fail(self, status: HTTPStatus, message: str) -> None:
         self._send(status, "application/json", json.dumps({"error": message}).encode())

@@ -53,8 +53,8 @@ function startOf(start) {
   const lines = [
     ["Started", `${start.started}, after step ${start.step}`], ["Host", start.host], ["System", start.system],
     ["Processor", `${start.processor}, ${start.cores} cores`], ["Memory", start.memory_gib && `${start.memory_gib} GiB`],
-    ["GPUs", start.gpus?.length ? start.gpus.join("\n") : "none"], ["Python", start.python], ["Packages", packages],
-    ["Command", start.command?.join(" ")],
+    ["GPUs", [start.gpus ?? []].flat().join("\n") || "none"], ["Python", start.python], ["Packages", packages],
+    ["Command", [start.command].flat().join(" ")],
   ];
   return el("div", { class: "scroll" }, el("table", { class: "facts" }, lines.filter(([, value]) => value)
     .map(([label, value]) => el("tr", {}, el("th", {}, label), el("td", {}, visible(value))))));
