@@ -12,6 +12,7 @@ from strop.protocol import DataProto
 from strop.trainer.metrics import (
     UpdateRecord,
     batch_metrics,
+    critic_metrics,
     merge_updates,
     objective_metrics,
     sampler_metrics,
@@ -97,6 +98,7 @@ def test_batch_metrics_count_real_tokens_only(batch):
             "prompt_length/clip_ratio": 0.5,
             "val/sequence_lengths": 2.0,
             "val/num_stop_token_ids": 2.0,
+            "val/stop_token_rate": 1.0,
             "response/hidden_tokens": 1.5,
             "response/hidden_rate": 0.5,
         },
@@ -212,3 +214,9 @@ def test_speed_counts_prompt_and_response_tokens_and_generation_response_tokens(
             "timing_per_token_ms/ref": 100.0,
         }
     )
+
+
+def test_the_critics_update_has_both_families_of_names():
+    found = critic_metrics({"vf_loss": 2.0, "vf_clipfrac": 0.25, "lr": 1e-5})
+    of_verl = {"critic/vf_loss": 2.0, "critic/vf_clipfrac": 0.25, "critic/lr": 1e-5}
+    assert found == {**of_verl, "loss/value_avg": 2.0, "val/clipfrac_avg": 0.25}

@@ -7,9 +7,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from strop.config.load import load_config, load_tree
 from strop.config.trees import SFT
+from strop.controller.pools import Role
 from strop.errors import StropError
 from strop.trainer.build import build_trainer
 from strop.trainer.supervised import SftTrainer, build
+from strop.workers.reward_model import RewardModelWorker
 
 import tiny_model
 from messages import mentions
@@ -66,6 +68,18 @@ def test_a_critic_with_another_vocabulary(inputs, refusal):
     (inputs / "away").rename(inputs / "swapped" / "tokenizer.json")
     (inputs / "away too").rename(inputs / "swapped" / "tokenizer_config.json")
     assert refusal(f"{key}={inputs / 'smaller'}", "algorithm.adv_estimator=grpo") == ""  # no critic
+
+
+def test_a_reward_model_with_a_vocabulary_of_another_size(inputs, refusal, tmp_path):
+    key = "reward_model.model.path"
+    for name, size in {"smaller": 18, "larger": 20}.items():
+        options = ["reward_model.enable=true", f"{key}={inputs / name}"]
+        shared = [*options, "reward_model.model.input_tokenizer=null"]
+        assert mentions(refusal(*shared), "ModelError", key, "19 tokens", f"{size} tokens", "input_tokenizer")
+        assert refusal(*options) == ""  # it has a tokenizer of its own
+        worker = RewardModelWorker(load_config(overrides(inputs, tmp_path, *shared)), Role.RewardModel)
+        with pytest.raises(ValueError, match=f"{size} tokens"):  # of a program that builds no trainer
+            worker.init_model()
 
 
 def test_a_tokenizer_of_another_policy(inputs, refusal):

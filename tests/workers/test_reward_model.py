@@ -219,20 +219,15 @@ def test_sharded_beside_the_critic_and_in_a_separate_pool_it_scores_as_in_one_pr
         group.shutdown()
 
 
-def test_a_smaller_or_another_vocabulary_is_refused_and_rows_to_spare_are_not(inputs, tmp_path):
+def test_another_vocabulary_is_refused_and_rows_to_spare_of_a_critic_are_not(inputs, tmp_path):
     other = tmp_path / "other"
+    options = overrides(inputs, tmp_path, f"critic.model.path={other}", f"reward_model.model.path={other}")
+    of_critic = load_config(options)
     config = load_config(
-        overrides(
-            inputs,
-            tmp_path,
-            f"reward_model.model.path={other}",
-            f"critic.model.path={other}",
-            "reward_model.enable=true",
-            "reward_model.model.input_tokenizer=null",
-        )
+        [*options, "reward_model.enable=true", "reward_model.model.input_tokenizer=null"],
     )
 
-    def check(characters, rows=None):
+    def check(characters, rows=None, config=config):
         _save_reward_model(other, characters=characters, rows=rows)
         check_models(config, load_tokenizer(inputs / "model"))
 
@@ -248,8 +243,10 @@ def test_a_smaller_or_another_vocabulary_is_refused_and_rows_to_spare_are_not(in
     swapped = f"1{digits[0]}{digits[2:]}"
     assert mentions(refusal(swapped), "19 tokens", "2 ids", "4", "'0'", "'1'")
     assert mentions(refusal(f"X{digits}"), "20 tokens", "the first, 4", "'0'", "'X'")
-    check(digits, rows=64)
-    check(f"{digits}X")
+    for characters, rows in ((digits, 64), (f"{digits}X", None)):
+        check(characters, rows, of_critic)
+        with pytest.raises(StropError, match=naming("19 tokens", str(rows or 20), "input_tokenizer=null")):
+            check(characters, rows)
     for file in other.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(StropError, match=naming("19 tokens", "20 tokens", "no tokenizer", "critic.model")):

@@ -43,14 +43,9 @@ from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
 from strop.workers.critic import CriticWorker
 from strop.workers.policy import ActorRolloutRefWorker
-from strop.workers.reward_model import RewardModelWorker
+from strop.workers.reward_model import REWRITE, RewardModelWorker, require_same_vocabulary
 
 logger = logging.getLogger("strop")
-
-_REWRITE = (
-    "Set reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
-    "tokenized again for the reward model"
-)
 
 
 def check_models(config: Config, tokenizer: Any) -> None:
@@ -72,16 +67,13 @@ def check_models(config: Config, tokenizer: Any) -> None:
         attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
     if rewards.enable:
         shared = rewards.model.input_tokenizer is None
-        attempt(
-            lambda: check_model(
-                "reward_model.model",
-                rewards.model,
-                tokenizer if shared else None,
-                cache_dir,
-                size=size,
-                remedy=_REWRITE,
-            )
-        )
+        ids = tokenizer if shared else None
+
+        def check_reward_model() -> None:
+            require_same_vocabulary(config)
+            check_model("reward_model.model", rewards.model, ids, cache_dir, remedy=REWRITE)
+
+        attempt(check_reward_model)
         if not shared:
             attempt(lambda: _compare_templates(rewards.model, tokenizer, cache_dir))
     attempt.raise_errors()

@@ -205,6 +205,7 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
     prompts_B = columns["attention_mask"][:, :prompt_width].sum(dim=1)
     if "stop_tokens" in columns:
         metrics["val/num_stop_token_ids"] = columns["stop_tokens"].float().mean().item()
+        metrics["val/stop_token_rate"] = (columns["stop_tokens"] > 0).float().mean().item()
     if "hidden_tokens" in columns:
         metrics["response/hidden_tokens"] = columns["hidden_tokens"].float().mean().item()
         metrics["response/hidden_rate"] = (columns["hidden_tokens"] > 0).float().mean().item()
@@ -287,6 +288,12 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
     }
     named = {f"actor/{name}": value for name, value in actor.items() if name not in ("approx_kl", "entropy")}
     return {**named, **{alias: actor[name] for alias, name in aliases.items() if name in actor}}
+
+
+def critic_metrics(critic: Mapping[str, float]) -> dict[str, float]:
+    """Return the critic's merged update under both families of names."""
+    named = {f"critic/{name}": value for name, value in critic.items()}
+    return {**named, "loss/value_avg": critic["vf_loss"], "val/clipfrac_avg": critic["vf_clipfrac"]}
 
 
 def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int) -> dict[str, float]:

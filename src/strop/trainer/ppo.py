@@ -38,6 +38,7 @@ from strop.rollout.base import Finished
 from strop.trainer.metrics import (
     PhaseTimer,
     batch_metrics,
+    critic_metrics,
     objective_metrics,
     policy_metrics,
     sampler_metrics,
@@ -245,7 +246,7 @@ class PPO:
         metrics = {} if recorded else self.batch_metrics(batch, beta)
         if critic is not None:
             with timer.phase("update_critic"):
-                metrics |= {f"critic/{name}": value for name, value in critic.get()[0].items()}
+                metrics |= critic_metrics(critic.get()[0])
         if actor is not None:
             with timer.phase("update_actor"):
                 update, columns = actor.get()
