@@ -68,6 +68,10 @@ class Small:
     def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, bonus=0):
         self.given = (tokenizer, num_examine, compute_score, reward_fn_key, bonus)
 
+class Smallest:  # as verl's first
+    def __init__(self, tokenizer, num_examine):
+        self.given = (tokenizer, num_examine)
+
 class Large:
     def __init__(self, **given):
         self.given = given
@@ -98,6 +102,11 @@ def test_a_custom_manager_gets_the_limits_only_if_it_takes_them(
         load("Small", "reward_model.non_stop_penalty=True")
     with pytest.raises(ConfigError, match=naming("reward_model.memory_limit_mb")):
         load("Small", "reward_model.memory_limit_mb=100")
+    with pytest.raises(ConfigError, match=naming("Smallest", "custom_reward_function.path")):
+        load("Smallest")
+    assert load("Smallest", "custom_reward_function.path=null").given == (tokenizer, 1)
+    with pytest.raises(ConfigError, match=naming("Smallest", "data.reward_fn_key")):
+        load("Smallest", "custom_reward_function.path=null", "data.reward_fn_key=origin")
     assert (
         load("Small", bonus={"len": 3, "deep": {"on": True}}).given[4].deep.on
     )  # as verl's managers read it

@@ -114,9 +114,12 @@ def test_the_model_score_is_added_and_stands_alone_where_there_is_no_rule(make: 
 def test_a_batch_for_the_model_alone_starts_no_process(
     make: Make, batch_of: Batch, running: Callable[[], list[int]]
 ):
-    output = make()(batch_of(["3"], [None], "full_hh_rlhf", "model", rm_scores=torch.tensor([0.5])))
-    assert output.parts.keys() == {"reward_model"}
-    assert output.token_level_scores.sum().item() == 0.5
+    per_token = torch.zeros(1, WIDTH)
+    per_token[0, 1] = 0.5  # as verl's workers return it
+    for scores in (per_token, torch.tensor([0.5])):
+        output = make()(batch_of(["3"], [None], "full_hh_rlhf", "model", rm_scores=scores))
+        assert output.parts.keys() == {"reward_model"}
+        assert output.token_level_scores.sum().item() == 0.5
     assert running() == []
 
 

@@ -240,6 +240,53 @@ def test_a_users_own_reward_runs_in_the_main_thread_and_sees_the_models_scores(w
     assert ("rm_scores" in seen["columns"]) == with_model
 
 
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+PER_TOKEN = torch.tensor([[0.0, 0.5, 0.0], [0.25, 0.0, -1.0]])  # sums: 0.5, -0.75
+
+
+def scored_by_model(columns, manager):
+    call = SimpleNamespace(get=lambda: DataProto(columns))
+    group = SimpleNamespace(compute_rm_score=SimpleNamespace(start=lambda batch: call))
+    scores = PendingScores(DataProto(), 1, manager, group)
+    scores.complete(DataProto({"response_mask": MASK}))
+    return scores.get().batch
+
+
+@pytest.mark.parametrize("model", [PER_TOKEN, PER_TOKEN.sum(dim=1), PER_TOKEN.sum(dim=1).double()])
+@pytest.mark.parametrize(
+    "manager",
+    [
+        lambda data: data.batch["rm_scores"],  # as verl v0.1's
+        lambda data, return_dict: {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": {}},
+    ],
+)
+def test_scores_of_samples_are_accepted_and_those_of_a_models_tokens_are_summed(model, manager):
+    found = scored_by_model({"rm_scores": model}, manager)
+    assert found["rm_scores"].tolist() == [0.5, -0.75]
+    assert found["token_level_scores"].tolist() == [[0, 0.5, 0], [0, 0, -0.75]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"rm_scores": torch.zeros(2, 1)}, "[2, 1]"),
+        ({"rm_scores": torch.zeros(2, 4)}, "[2, 4]"),
+        ({"rm_scores": torch.zeros(3)}, "[3]"),
+        ({"rm_scores": torch.zeros(2, 3, 1)}, "[2, 3, 1]"),
+        ({"scores": torch.zeros(2)}, "no such column"),
+    ],
+)
+def test_other_shapes_of_a_reward_model_are_errors_that_name_column_and_role(columns, found):
+    with pytest.raises(RewardError, match=naming("rm_scores", "RewardModel", found, "[2]", "[2, 3]")):
+        scored_by_model(columns, lambda data: data.batch["rm_scores"])
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3,), (2, 4), ()])
+def test_other_shapes_of_a_manager_are_errors_that_name_it(shape):
+    with pytest.raises(RewardError, match=naming("reward_manager", list(shape), "[2]", "[2, 3]")):
+        scored_by_model({"rm_scores": torch.zeros(2)}, lambda data: torch.zeros(shape))
+
+
 def score_batch(function, *, check=None):
     """Return the scored batch of three rows of two tokens (one in the last)."""
     mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
@@ -317,7 +364,7 @@ def test_verls_dict_of_rewards_becomes_scores_and_parts(caplog):
         extra = {
             "acc": [True, False, torch.tensor(1.0)],
             "some": [0.5, None, "n/a"],
-            "pred": ["4", "5", "6"],
+            "pred": ["4", None, "6"],
             "short": [1.0],
         }
         return {"reward_tensor": torch.ones(3, 2), "reward_extra_info": extra}
@@ -330,7 +377,9 @@ def test_verls_dict_of_rewards_becomes_scores_and_parts(caplog):
     assert batch.batch["reward/some"][0] == 0.5
     assert batch.batch["reward/some"][1:].isnan().all()
     assert batch.meta_info["reward_metrics"]["reward/acc/mean"] == pytest.approx(2 / 3)
-    assert mentions(caplog.text, "'pred'", "'short'")
+    texts = {name: column.tolist() for name, column in batch.non_tensor_batch.items() if "text" in name}
+    assert texts == {"reward_text/pred": ["4", None, "6"], "reward_text/some": [None, None, "n/a"]}
+    assert mentions(caplog.text, "'short'")
 
 
 @pytest.mark.parametrize(
@@ -339,7 +388,7 @@ def test_verls_dict_of_rewards_becomes_scores_and_parts(caplog):
         (None, "None"),
         ([1.0, 2.0, 3.0], "[1.0, 2.0, 3.0]"),
         ({"score": 1.0}, "reward_tensor"),
-        (torch.zeros(3), "[3]"),
+        (torch.zeros(4), "[4]"),
         (torch.zeros(2, 2), "[2, 2]"),
     ],
 )

@@ -65,9 +65,9 @@ class PendingReward(Protocol):
 class Reward(Protocol):
     """A reward function as the trainer uses it.
 
-    Calling it scores a batch: it returns a ``RewardOutput``, or token-level scores [B, T]. Methods with a
-    body here are optional for subclasses. The trainer makes an error of each sample whose reward is not
-    finite.
+    Calling it scores a batch: it returns a ``RewardOutput``, or scores, [B] or token-level [B, T]. Methods
+    with a body here are optional for subclasses. The trainer makes an error of each sample whose reward is
+    not finite.
     """
 
     def __call__(self, batch: DataProto) -> RewardOutput | Tensor:

@@ -31,7 +31,16 @@ _SECTION_KEYS = (
     "penalty_reward_value",
     "min_response_length",
 )
-_OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
+_OFF_UNLESS_SET = {
+    **{
+        name: f"reward_model.{name}"
+        for name in ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
+    },
+    "compute_score": "custom_reward_function.path",
+    "reward_fn_key": "data.reward_fn_key",
+}
+"""Argument -> key that sets it."""
+_OFF = (None, False, 0, {}, "data_source")
 
 
 def load_reward_manager(
@@ -45,10 +54,10 @@ def load_reward_manager(
     """Make the reward manager that ``reward_model.reward_manager`` names.
 
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
-    arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
-    None), ``reward_fn_key``, the entries of ``reward_kwargs`` (mappings as ``DictConfig``), and those of
-    ``_SECTION_KEYS`` that it accepts. ``functions`` are those that a program passes, by the names that stand
-    for them in the configuration.
+    arguments are ``tokenizer``, ``num_examine``, the entries of ``reward_kwargs`` (mappings as
+    ``DictConfig``), and those of ``compute_score`` (from ``custom_reward_function``, or None),
+    ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts. ``functions`` are those that a program passes,
+    by the names that stand for them in the configuration.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
@@ -62,6 +71,7 @@ def load_reward_manager(
         config.custom_reward_function.path, config.custom_reward_function.name, functions
     )
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
+    own["compute_score"], own["reward_fn_key"] = custom, config.data.reward_fn_key
     own["prompt_key"] = config.data.prompt_key
     own["parts"] = _with_functions(section.parts, functions)
     _require_honoured(build, own, section.reward_manager)
@@ -73,8 +83,6 @@ def load_reward_manager(
     arguments = {
         "tokenizer": tokenizer,
         "num_examine": num_examine,
-        "compute_score": custom,
-        "reward_fn_key": config.data.reward_fn_key,
         **accepted(build, own),
         **reward_kwargs,
     }
@@ -104,6 +112,7 @@ def _with_functions(
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
     """Raise ``ConfigError`` if a user's manager does not take a key that is on."""
     taken = accepted(build, settings)
-    if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
-        keys = ", ".join(f"reward_model.{key}" for key in ignored)
+    off = {name for name, value in settings.items() if value in _OFF}
+    if ignored := [key for name, key in _OFF_UNLESS_SET.items() if name not in off | taken.keys()]:
+        keys = ", ".join(ignored)
         raise ConfigError(f"{_KEY}={name!r} does not take {keys}: remove these, or add them as parameters")

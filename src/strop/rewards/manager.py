@@ -46,6 +46,7 @@ from strop.rewards.reward_output import (
     SamplePrinter,
     at_last_token,
     log_first,
+    model_scores,
     name_row,
     rule_parts,
     score_metrics,
@@ -190,8 +191,9 @@ class RewardManager(Reward):
     ``compute_score``, the data source selects the scorer (:mod:`strop.rewards.router`); ``scorer_kwargs`` has
     its options.
 
-    If the batch has ``rm_scores`` [B], the reward model's score is added. It is the whole score of samples
-    with ``reward_model.style`` "model" and, without ``compute_score``, of data sources without a scorer.
+    If the batch has ``rm_scores`` ([B]; [B, T] are summed), the reward model's score is added. It is the
+    whole score of samples with ``reward_model.style`` "model" and, without ``compute_score``, of data sources
+    without a scorer.
 
     ``parts`` weighs these two and further scorers by data source
     (:func:`strop.config.reward_parts.read_parts`); :class:`Composition` has the rules, also for
@@ -284,6 +286,8 @@ class RewardManager(Reward):
                 loaded.
         """
         model_B = batch.batch.get("rm_scores")
+        if model_B is not None:
+            model_B = model_scores(model_B, batch.batch["response_mask"])
         pending = self._expect(batch, n=1, with_model=model_B is not None)
         pending.complete(batch)
         return pending.get(model_B)

@@ -51,8 +51,8 @@ class RewardOutput:
 def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[RewardOutput, list[str]]:
     """Return the rewards of a whole batch, and errors [B], "" for samples with finite numbers.
 
-    ``result`` is a ``RewardOutput``, token-level scores [B, T], or, from verl's reward managers, a dict with
-    these as "reward_tensor" and lists [B] by name as "reward_extra_info". Numbers in such a list are a part
+    ``result`` is a ``RewardOutput``, scores [B] or [B, T], or, from verl's reward managers, a dict with these
+    as "reward_tensor" and lists [B] by name as "reward_extra_info". Numbers in such a list are a part
     of the score, which does not apply where the list has None or text. A sample with an error gets
     ``error_score`` and no parts.
 
@@ -61,10 +61,12 @@ def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[Re
     errors = [""] * len(mask_BT)
     output = result if isinstance(result, RewardOutput) else _plain_output(result, errors)
     scores_BT = output.token_level_scores.float()
+    if scores_BT.shape == mask_BT.shape[:1]:
+        scores_BT = at_last_token(scores_BT, mask_BT)
     if scores_BT.shape != mask_BT.shape:
         raise RewardError(
-            f"the reward function of the whole batch returned scores of shape {list(scores_BT.shape)}: "
-            f"expected {list(mask_BT.shape)}, one for each token of the padded responses"
+            "the reward function of the whole batch (reward_model.reward_manager) returned scores of shape "
+            f"{list(scores_BT.shape)}: expected {_shapes(mask_BT)}"
         )
     _add_errors(errors, ~scores_BT.isfinite().all(dim=1), "NaN or infinity as score")
     for name, values_B in output.parts.items():  # NaN: the part does not apply
@@ -95,7 +97,7 @@ def _plain_output(result: Any, errors: list[str]) -> RewardOutput:
     if not isinstance(scores, Tensor):
         raise RewardError(
             f"the reward function of the whole batch returned {result!r:.200}: expected a RewardOutput, "
-            'token-level scores [B, T], or a dict with these as "reward_tensor"'
+            'a tensor of scores, [B] or [B, T], or a dict with one as "reward_tensor"'
         )
     columns: dict[str, list[float | str | None]] = {}
     for name, values in extra.items():
@@ -287,6 +289,27 @@ def at_last_token(scores_B: Tensor, mask_BT: Tensor) -> Tensor:
     last_B = (positions_T * mask_BT.bool()).amax(dim=1)
     scores_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
     return scores_BT.scatter_(1, last_B[:, None], scores_B.float().to(mask_BT.device)[:, None])
+
+
+def model_scores(scores: Tensor | None, mask_BT: Tensor) -> Tensor:
+    """Return ``rm_scores`` as [B]: token-level ones, as of verl's workers, are summed.
+
+    Raises ``RewardError`` without scores, or for another shape.
+    """
+    if scores is not None and scores.shape == mask_BT.shape:
+        return scores.float().sum(dim=1)
+    if scores is None or scores.shape != mask_BT.shape[:1]:
+        found = "no such column" if scores is None else f"shape {list(scores.shape)}"
+        raise RewardError(
+            f"column rm_scores of the role RewardModel (its worker's compute_rm_score): found {found}, "
+            f"expected {_shapes(mask_BT)}"
+        )
+    return scores
+
+
+def _shapes(mask_BT: Tensor) -> str:
+    rows, tokens = mask_BT.shape
+    return f"[{rows}], one for each sample, or [{rows}, {tokens}], one for each token of the padded responses"
 
 
 def score_metrics(

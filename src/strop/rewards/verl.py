@@ -12,19 +12,21 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from strop.protocol import DataProto
-from strop.rewards.reward_output import at_last_token
+from strop.rewards.reward_output import at_last_token, model_scores
 from strop.rewards.router import default_compute_score
 
 __all__ = [
     "AbstractRewardManager",
     "DataProto",
     "RawRewardFn",
+    "_default_compute_score",
     "default_compute_score",
     "get_event_loop",
     "register",
 ]
 
 RawRewardFn = Callable[..., Any]
+_default_compute_score = default_compute_score  # its name in verl 0.3
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -37,7 +39,8 @@ class AbstractRewardManager:
         """Return the reward model's scores at the last response tokens [B, T]; None without a model."""
         if "rm_scores" not in data.batch:
             return None
-        scores_BT = at_last_token(data.batch["rm_scores"], data.batch["response_mask"])
+        mask_BT = data.batch["response_mask"]
+        scores_BT = at_last_token(model_scores(data.batch["rm_scores"], mask_BT), mask_BT)
         return {"reward_tensor": scores_BT, "reward_extra_info": {}} if return_dict else scores_BT
 
 

@@ -21,7 +21,7 @@ from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.base import Reward, as_reward
-from strop.rewards.reward_output import RewardOutput, ScoreCheck
+from strop.rewards.reward_output import RewardOutput, ScoreCheck, model_scores
 from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
 
@@ -88,7 +88,10 @@ class PendingScores(_Cancellable):
         """Wait for the scores; returns the batch with those of ``attach_scores`` and ``rm_scores`` [B]."""
         batch = self._batch
         if self._model is not None:
-            batch = batch.union(self._model.get())
+            found = self._model.get()
+            mask_BT = batch.batch["response_mask"]
+            found.batch["rm_scores"] = model_scores(found.batch.get("rm_scores"), mask_BT)
+            batch = batch.union(found)
         rewards = self._rewards.get(batch.batch.get("rm_scores"))
         return attach_scores(batch, self._check(rewards, batch))
 
