@@ -4,10 +4,12 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from saving_groups import STATE
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -17,6 +19,7 @@ from strop.cli.main import main
 from strop.engines.base import OptimizerSettings
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError
+from strop.models.loader import load_causal_lm, load_tokenizer
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 
@@ -24,6 +27,7 @@ import tiny_model
 from builders import write_prompts
 from messages import mentions, naming
 
+BF16 = torch.bfloat16
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8, grad_clip=1.0)
 
 
@@ -103,6 +107,87 @@ def test_the_base_of_an_adapter_is_no_url(tmp_path, capsys, monkeypatch, base):
     assert mentions(said, "base_model_name_or_path", base, "local folder", "hub")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "home").exists()
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder of an older transformers: bfloat16, with dropout, a template and no pad token."""
+    folder = tmp_path / "source"
+    tokenizer = tiny_model.build_tokenizer()
+    tiny_model.build_model(tokenizer, hidden=32).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    added = ("dtype", "is_local", "local_files_only", "pad_token", "padding_side")
+    for name, changes in {
+        "config.json": {
+            "torch_dtype": "bfloat16",
+            "attention_dropout": 0.1,
+            "transformers_version": "4.44.0",
+        },
+        "tokenizer_config.json": {"chat_template": tokenizer.chat_template},
+        "generation_config.json": {"temperature": 0.7, "do_sample": True},
+    }.items():
+        values = json.loads((folder / name).read_text())
+        values = {key: value for key, value in values.items() if key not in added} | changes
+        (folder / name).write_text(json.dumps(values))
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def load_engine(folder: Path, **options) -> tuple[TorchEngine, Any]:
+    module = PolicyModel(load_causal_lm(folder, **options))
+    return TorchEngine(module, device=torch.device("cpu"), optimizer=SETTINGS), load_tokenizer(folder)
+
+
+def test_an_export_has_the_values_of_its_source(source, tmp_path):
+    engine, tokenizer = load_engine(source)
+    engine.export(tmp_path / "out", tokenizer)
+    before, after = (folder_content(folder) for folder in (source, tmp_path / "out"))
+    assert after.keys() == before.keys()
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        assert json.loads(after[name]) == json.loads(before[name])
+    assert after["tokenizer.json"] == before["tokenizer.json"]
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(source / "model.safetensors"), BF16)
+    # what is set on purpose counts; float32 where it is asked for
+    engine, tokenizer = load_engine(source, override_config={"max_position_embeddings": 99})
+    engine.export(tmp_path / "other", tokenizer, dtype=torch.float32)
+    config = json.loads((tmp_path / "other/config.json").read_text())
+    expected = json.loads(before["config.json"]) | {"max_position_embeddings": 99, "torch_dtype": "float32"}
+    assert config == expected
+    assert {w.dtype for w in load_file(tmp_path / "other/model.safetensors").values()} == {torch.float32}
+
+
+def folder_content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_exports_the_dtype_of_its_source_and_keeps_its_float32(source, tmp_path, background):
+    engine, tokenizer = load_engine(source)
+    with torch.no_grad():
+        for weight in engine.module.parameters():
+            weight.add_(1e-4)  # lost in bfloat16
+    with Checkpoints(tmp_path / "run", background=background) as checkpoints:
+        checkpoints.save(1, {"actor": EngineGroup(engine, tokenizer)}, STATE)
+    weights = {
+        dtype: load_file(
+            export(tmp_path / "run/global_step_1", tmp_path / str(dtype), dtype=dtype) / "model.safetensors"
+        )
+        for dtype in (None, "float32")
+    }
+    trained = dict(engine.named_weights())
+    assert_equal(weights["float32"], trained)
+    assert_equal(weights[None], trained, BF16)
+    config = json.loads((tmp_path / "None" / "config.json").read_text())
+    assert (config["torch_dtype"], config["attention_dropout"], "dtype" in config) == ("bfloat16", 0.1, False)
+
+
+def test_a_folder_without_a_dtype_has_that_of_its_weights(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    del config["torch_dtype"]
+    (source / "config.json").write_text(json.dumps(config))
+    engine, tokenizer = load_engine(source)
+    engine.export(tmp_path / "out", tokenizer)
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(source / "model.safetensors"), BF16)
 
 
 def test_there_is_nothing_to_merge_in_a_model(saved, tmp_path):

@@ -27,6 +27,7 @@ from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm, defer_scorer
 from strop.models.loader import load_tokenizer
 from strop.models.lora import Adapters, LoraSettings, base_of
+from strop.models.source import set_dtype, source_of, write_config, write_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,7 +43,8 @@ def export(
     """Write the model of ``role`` in a ``global_step_N`` folder or URL to the new folder ``out``; return it.
 
     ``checkpoint`` may also be the Hugging Face folder of one model or adapter, such as ``final_model``.
-    ``dtype`` is a name in ``DTYPES``; None keeps the dtype of the checkpoint. ``out`` appears only when
+    ``dtype`` is a name in ``DTYPES``, of a checkpoint's float32 weights or of the folder's; None keeps that
+    of the exported folder. ``out`` appears only when
     whole. With ``merge``, LoRA adapters are merged into their base model, of which single weights are read.
 
     Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role, ``ModelError`` when the
@@ -62,18 +64,19 @@ def export(
         tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch,
     ):
         building = Path(scratch) / "model"
-        source = _local_role(checkpoint, role, Path(scratch))
+        source = _local_role(checkpoint, role, Path(scratch), with_state=dtype is not None)
         exported = source if _is_model(source) else source / "huggingface"
         if merge:
             if not is_adapter(exported):
                 raise CheckpointError(f"{checkpoint} holds no LoRA adapter, so there is nothing to merge")
-            merge_adapter(exported, building)
-        elif any(exported.glob("*.safetensors")):
-            shutil.copytree(exported, building, ignore=shutil.ignore_patterns(MANIFEST))
+            merge_adapter(exported, building, dtype)
+        elif exported != source and not is_adapter(exported) and (dtype or not _has_weights(exported)):
+            # float32, which the exported weights may not be
+            export_from_shards(source, exported, building, dtype=None if dtype is None else DTYPES[dtype])
         else:
-            export_from_shards(source, exported, building)
-        if dtype is not None:
-            _convert(building, dtype)
+            shutil.copytree(exported, building, ignore=shutil.ignore_patterns(MANIFEST))
+            if dtype is not None:
+                _convert(building, dtype)
         write(building, describe(building))  # whoever loads the model compares it
         building.rename(out)
     return out
@@ -84,8 +87,15 @@ def _is_model(folder: Path) -> bool:
     return is_adapter(folder) or (folder / "config.json").is_file()
 
 
-def merge_adapter(adapter: Path, out: Path) -> None:
-    """Write the base model of an adapter's folder with the adapter merged in, and the folder's tokenizer."""
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def merge_adapter(adapter: Path, out: Path, dtype: str | None = None) -> None:
+    """Write the base model of an adapter's folder with the adapter merged in, and the folder's tokenizer.
+
+    ``dtype`` None: the base model's.
+    """
     base, is_scorer = base_of(adapter)
     path = local_model(base)
     if is_scorer:
@@ -96,23 +106,27 @@ def merge_adapter(adapter: Path, out: Path) -> None:
     adapters = Adapters(model, LoraSettings(base=base, folder=adapter))
     own = (MERGED_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     shutil.copytree(adapter, out, ignore=shutil.ignore_patterns(*own, MANIFEST))
+    to = source_of(model).dtype if dtype is None else DTYPES[dtype]
     if (adapter / MERGED_CONFIG).is_file():
         shutil.copy(adapter / MERGED_CONFIG, out / "config.json")
+        set_dtype(out, to)
     else:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(out)
+        write_config(out, model, to)
     if not (out / "tokenizer_config.json").is_file():
-        load_tokenizer(path).save_pretrained(out)
-    write_model(out, model, layout.convert(adapters.merged_from(source)), layout.float32_sizes())
+        write_tokenizer(out, load_tokenizer(path))
+    write_model(out, model, layout, layout.convert(adapters.merged_from(source)), to)
 
 
-def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
-    """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded."""
+def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state: bool) -> Path:
+    """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded.
+
+    ``with_state``: with the float32 weights of the state, also where there are exported ones.
+    """
     if is_url(checkpoint):
         url, local = str(checkpoint).rstrip("/"), scratch / "checkpoint"
         names = read_manifest(url)
         _require_role(url, role, {name.partition("/")[0] for name in names if "/" in name})
-        needed = _needed(names, role)
+        needed = _needed(names, role, with_state=with_state)
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
     local = Path(expand(checkpoint))
@@ -128,18 +142,18 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
             f"{local} holds {added[0]}, which its {MANIFEST} does not name: it was added after the save. "
             "Export would copy it into the model: remove it"
         )
-    needed = _needed(files, role)
+    needed = _needed(files, role, with_state=with_state)
     require_unchanged(
         str(local), local, {name: entry for name, entry in files.items() if name.startswith(needed)}
     )
     return local / role
 
 
-def _needed(names: Iterable[str], role: str) -> str:
+def _needed(names: Iterable[str], role: str, *, with_state: bool) -> str:
     """Return what the names of the needed files begin with: without exported weights, all of the role."""
     folder = f"{role}/huggingface/"
     exported = any(name.startswith(folder) and name.endswith(".safetensors") for name in names)
-    return folder if exported else f"{role}/"
+    return folder if exported and not with_state else f"{role}/"
 
 
 def _require_role(where: str, role: str, found: set[str]) -> None:
@@ -167,6 +181,4 @@ def _convert(folder: Path, dtype: str) -> None:
         index.write_text(json.dumps(content, indent=2) + "\n")
     if is_adapter(folder):
         return
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the key of older transformers
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    set_dtype(folder, DTYPES[dtype])

@@ -196,8 +196,12 @@ class Engine(Protocol):
         *,
         weights: bool = True,
         merged: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Write a Hugging Face folder; without ``weights``, only its configuration and tokenizer.
+
+        ``dtype`` is that of the weights in the files; None: that of the folder which the model was read from.
+        Its configuration and tokenizer have that folder's values.
 
         Of a model with LoRA adapters the folder holds these alone, in any case (they are small); with
         ``merged``, the whole model with the adapters in its weights.

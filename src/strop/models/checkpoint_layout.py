@@ -76,9 +76,9 @@ class CheckpointLayout:
         empty = ((name, torch.empty(shape, device="meta")) for name, shape in self._shapes.items())
         return {name: weight.shape for name, weight in self.convert(empty)}
 
-    def float32_sizes(self) -> dict[str, int]:
-        """Return the bytes in float32 of every parameter by its name in a checkpoint, tied ones once."""
-        return {name: torch.float32.itemsize * shape.numel() for name, shape in self.shapes().items()}
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        """Return the bytes in ``dtype`` of every parameter by its name in a checkpoint, tied ones once."""
+        return {name: dtype.itemsize * shape.numel() for name, shape in self.shapes().items()}
 
     @torch.no_grad()
     def convert(

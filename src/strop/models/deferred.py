@@ -37,6 +37,7 @@ from strop.models.loader import (
     load_scorer,
     model_arguments,
     persistent_buffers,
+    remember_source,
     without_jitter,
 )
 
@@ -139,6 +140,7 @@ def _without_weights(auto_class: Any, path: str | Path, **options: Any) -> PreTr
         raise
     except Exception as error:  # the family's code may raise anything
         raise ModelError(f"cannot build the model of {path}: {load_failure(error)}") from error
+    remember_source(model, path, trust_remote_code=arguments["trust_remote_code"])
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return without_jitter(model, options.get("override_config")).eval()  # as from_pretrained does

@@ -35,7 +35,7 @@ from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean
 from strop.manifest import require_below
 from strop.models.attention import attention_for, config_parts
 from strop.models.heads import reason_unsupported, scorer_config
-from strop.models.transformers_private import save_under_own_names
+from strop.models.source import Source, is_dropout
 
 
 @contextlib.contextmanager
@@ -143,6 +143,17 @@ def _is_only_its_file(folder: Path) -> bool:
     return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
+def _read_config(path: str | Path, trust_remote_code: bool) -> PretrainedConfig:
+    with raised_as(ModelError, f"model {path}: its configuration cannot be read"):
+        return AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+
+
+def remember_source(model: PreTrainedModel, path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Keep what the folder of a model says, for exports."""
+    held: Any = model
+    held.strop_source = Source.read(path, _read_config(path, trust_remote_code))
+
+
 def load_model_config(
     path: str | Path, *, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
@@ -150,11 +161,10 @@ def load_model_config(
 
     Configurations inside it, such as ``text_config``, have their dropouts at 0 as well.
     """
-    with raised_as(ModelError, f"model {path}: its configuration cannot be read"):
-        config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    config = _read_config(path, trust_remote_code)
     for part in config_parts(config):
         for key, value in list(part.to_dict().items()):
-            if isinstance(value, float) and ("dropout" in key or key.endswith("drop")):
+            if is_dropout(key, value):
                 setattr(part, key, 0.0)
     for key, value in (override_config or {}).items():
         if not hasattr(config, key) and not trust_remote_code:  # a model's own code may read any key
@@ -224,8 +234,7 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
         raise
     except Exception as error:  # the family's code may raise anything, for example for a missing key
         raise ModelError(f"cannot load a model from {path}: {load_failure(error)}") from error
-    if arguments.get("key_mapping"):
-        save_under_own_names(model)
+    remember_source(model, path, trust_remote_code=arguments["trust_remote_code"])
     if quantizer := getattr(model, "hf_quantizer", None):
         if not all(weight.is_floating_point() for weight in model.parameters()):
             raise ModelError(

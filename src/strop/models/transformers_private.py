@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 
 def attention_name(config: PreTrainedConfig) -> str:
@@ -44,9 +46,11 @@ def layer_classes(model: PreTrainedModel) -> set[str]:
     return set(model._no_split_modules or ())
 
 
-def save_under_own_names(model: PreTrainedModel) -> None:
-    """Let ``save_pretrained`` write the names of weights in the model, not those of the loaded files."""
-    del model._weight_conversions
+def save_custom_code(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the files of a model's own code (``trust_remote_code``) to a folder, like ``save_pretrained``."""
+    if model._auto_class is not None:
+        config: Any = model.config  # its type is documented as a dict
+        custom_object_save(model, folder, config=config)
 
 
 def recorded_outputs(module: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal
 
+import torch
+
 from strop import ranks
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
@@ -196,6 +198,12 @@ class Worker(Generic[Root]):
             "skipped_steps": float(step.skipped),
         }
 
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        """Dtype of exported weights; None: the source's."""
+        name = self.config.trainer.export_dtype
+        return None if name is None else getattr(torch, name)
+
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, background: bool = False) -> None:
         """Write weights, buffers and moments into ``folder`` and the model into ``folder/huggingface``.
@@ -206,7 +214,7 @@ class Worker(Generic[Root]):
         """
         self.engine.save(folder, background=background)
         exported = folder / "huggingface"
-        self.engine.export(exported, self.tokenizer, weights=not background)
+        self.engine.export(exported, self.tokenizer, weights=not background, dtype=self.export_dtype)
         if self.rank == 0:  # here, as the files are in this machine's memory
             for path in exported.glob("*.safetensors"):
                 leave_digest(path)
@@ -262,7 +270,7 @@ class Worker(Generic[Root]):
         building = folder.with_name(f"{folder.name}.tmp")
         if self.rank == 0:
             shutil.rmtree(building, ignore_errors=True)
-        self.engine.export(building, self.tokenizer, merged=self.merges_export)
+        self.engine.export(building, self.tokenizer, merged=self.merges_export, dtype=self.export_dtype)
         if self.rank == 0:
             (building / TRAINER_STATE).write_text(json.dumps({"global_step": iteration}) + "\n")
             write(building, describe(building))

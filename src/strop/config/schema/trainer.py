@@ -66,6 +66,8 @@ class RunConfig(Section, resumes=MAY_CHANGE):
     """Machines; more than one needs a Ray cluster that runs on them."""
     n_gpus_per_node: Annotated[Processes, _OTHER_POOLS]
     """Processes (GPUs) on each machine. If not set: at most the GPUs of this machine, and 1 without any."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None
+    """Dtype of the weights in exported models; null: that of model.path. Checkpoints' state is float32."""
     worker_group: Literal["auto", "local", "ray"]
     """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
     handles: Annotated[bool, no_effect("with one process", lambda at: not at.value and not at.on_ray)]

@@ -380,8 +380,9 @@ class MegatronEngine:
         *,
         weights: bool = True,
         merged: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """See ``Engine.export``; weights are written in float32, as they are trained."""
+        """See ``Engine.export``."""
         del merged  # there are no adapters
-        model = self.module.hugging_face_model
-        write_folder(folder, model, tokenizer, self.named_weights() if weights else None)
+        tensors = self.named_weights(as_saved=True) if weights else None
+        write_folder(folder, self.module.hugging_face_model, tokenizer, self.module.layout, tensors, dtype)

@@ -392,25 +392,19 @@ class TorchEngine:
         *,
         weights: bool = True,
         merged: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """See ``Engine.export``; weights are written in float32, as they are trained."""
-        model, adapters = self.module.hugging_face_model, self.module.adapters
-        if weights and not self._sharded and adapters is None:
-            with writing(folder):
-                model.save_pretrained(folder, safe_serialization=True)
-                tokenizer.save_pretrained(folder)
-            return
-        if adapters is None:
-            write_folder(folder, model, tokenizer, self.named_weights() if weights else None)
-        elif merged:
+        """See ``Engine.export``."""
+        model, adapters, layout = self.module.hugging_face_model, self.module.adapters, self.module.layout
+        if adapters is None or merged:
             tensors = self.named_weights(as_saved=True) if weights else None
-            write_folder(folder, model, tokenizer, tensors, self.module.layout.float32_sizes())
+            write_folder(folder, model, tokenizer, layout, tensors, dtype)
         else:
             # Gathered first: rank zero may fail to write, and the others would wait for it.
             with self.on_device():
                 parameters = model.named_parameters()
                 trained = {name: whole(weight) for name, weight in parameters if adapters.is_trained(name)}
-            write_folder(folder, model, tokenizer, None)
+            write_folder(folder, model, tokenizer, layout, None, dtype)
             if ranks.is_first():
                 with writing(folder):
                     # a folder with config.json is a whole model for transformers

@@ -23,7 +23,9 @@ from strop import ranks
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError, raised_as
+from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.loader import no_progress_bars, persistent_buffers
+from strop.models.source import dtype_of, set_dtype, source_of, write_config, write_tokenizer
 
 MAX_FILE_BYTES = 2 << 30
 """Size limit of a safetensors file, and of CPU memory in use, unless a single tensor is larger."""
@@ -76,24 +78,23 @@ def write_folder(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    layout: CheckpointLayout,
     weights: Iterable[tuple[str, Tensor]] | None,
-    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write configuration, tokenizer and ``weights`` of a sharded or adapted model, on rank zero. Collective.
+    """Write configuration, tokenizer and ``weights`` of a model, on rank zero. Collective.
 
-    For ``sizes`` see ``write_model``.
+    ``weights`` have the names of ``layout``. ``dtype`` is theirs in the files; None: that of the model's
+    source.
     """
-    incoming = iter(weights or ())
+    incoming, dtype = iter(weights or ()), dtype or source_of(model).dtype
     try:
         if ranks.is_first():
             with writing(folder):
-                model.config.architectures = [type(model).__name__]  # as save_pretrained does
-                model.config.save_pretrained(folder)
-                if model.can_generate() and model.generation_config is not None:
-                    model.generation_config.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
+                write_config(folder, model, dtype)
+                write_tokenizer(folder, tokenizer)
             if weights is not None:
-                write_model(folder, model, incoming, sizes)
+                write_model(folder, model, layout, incoming, dtype)
     finally:
         # the gathers that are left, also if rank zero's disk failed: the other ranks are in them
         collections.deque(incoming, maxlen=0)
@@ -102,19 +103,20 @@ def write_folder(
 def write_model(
     folder: Path,
     model: PreTrainedModel,
+    layout: CheckpointLayout,
     weights: Iterable[tuple[str, Tensor]],
-    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype,
 ) -> None:
-    """Write ``weights`` and the persistent buffers of ``model``; see ``write_weights``.
+    """Write ``weights`` in ``dtype``, and the persistent buffers of ``model``; see ``write_weights``."""
+    buffers = {layout.renamed(name): buffer for name, buffer in persistent_buffers(model)}
+    sizes = layout.sizes(dtype) | {name: buffer.nbytes for name, buffer in buffers.items()}
+    write_weights(folder, itertools.chain(_in(dtype, weights), buffers.items()), sizes)
 
-    ``sizes`` are the bytes of ``weights`` by name, in their order; by default those of the model's
-    parameters.
-    """
-    buffers = dict(persistent_buffers(model))
-    if sizes is None:
-        sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    buffer_sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
-    write_weights(folder, itertools.chain(weights, buffers.items()), {**sizes, **buffer_sizes})
+
+def _in(dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        yield name, weight.to(dtype)
+        del weight  # free it before the next one is gathered
 
 
 def set_entries(config: PretrainedConfig, entries: Mapping[str, Any]) -> None:
@@ -136,12 +138,17 @@ def writing(folder: Path) -> Generator[None]:
 
 
 def export_from_shards(
-    state_folder: Path, huggingface_folder: Path, out: Path, max_bytes: int = MAX_FILE_BYTES
+    state_folder: Path,
+    huggingface_folder: Path,
+    out: Path,
+    max_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Build a Hugging Face folder from what ``Engine.save`` wrote, in one process.
 
-    Configuration and tokenizer are copied from ``huggingface_folder``. Memory holds the weights of one file
-    at a time. Raises ``CheckpointError`` if the state is incomplete or writing fails.
+    Configuration and tokenizer are copied from ``huggingface_folder``. ``dtype`` is that of the weights;
+    None: the one that the configuration names. Memory holds the weights of one file at a time. Raises
+    ``CheckpointError`` if the state is incomplete or writing fails.
     """
     with failing_as(f"{state_folder} holds no sharded state"):
         stored = stored_shapes(state_folder)
@@ -152,8 +159,10 @@ def export_from_shards(
         shutil.copytree(
             huggingface_folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
         )
-    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-    write_weights(out, _read(state_folder, shapes), sizes, max_bytes)
+    dtype = dtype or dtype_of(out)
+    set_dtype(out, dtype)
+    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, _) in shapes.items()}
+    write_weights(out, _in(dtype, _read(state_folder, shapes)), sizes, max_bytes)
 
 
 def _read(
