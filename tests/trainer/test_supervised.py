@@ -249,6 +249,41 @@ def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tm
     assert tokenizer.decode(cut[2]["response"]) == "123456"  # and no end: it is not where the answer ends
 
 
+def test_answers_that_were_cut_get_no_end_token(tokenizer, tmp_path, caplog):
+    draw = random.Random(0)
+    cut = [(True, False), (False, None), (True, True)]
+    rows = [
+        {
+            **row(draw, index),
+            "chosen": "123456",
+            "rejected": "7",
+            "chosen_truncated": c,
+            "rejected_truncated": r,
+        }
+        for index, (c, r) in enumerate(cut)
+    ]
+    options = {
+        "prompt_key": "prompt",
+        "answer_keys": {"chosen": "chosen", "rejected": "rejected"},
+        "max_prompt_length": 10,
+        "max_response_length": 6,
+    }
+    with caplog.at_level("INFO"):
+        found = AnsweredDataset(write_rows(tmp_path / "cut.parquet", rows), tokenizer, **options)
+    assert "chosen_truncated: 2 of 3" in caplog.text
+    assert "rejected_truncated: 1 of 3" in caplog.text
+    # row 1 has six tokens and an end, one too many; the others end at the limit
+    end = tokenizer.eos_token_id
+    assert [len(pair["chosen"]) for pair in found] == [6, 6]
+    assert [pair["chosen"][-1].item() == end for pair in found] == [False, False]
+    assert [pair["rejected"].tolist()[1:] for pair in found] == [[end], []]
+    words = [{**pair, "chosen_truncated": "yes"} for pair in rows]
+    with pytest.raises(
+        DataError, match=naming("words.parquet", "'chosen_truncated'", "True or False", "string")
+    ):
+        AnsweredDataset(write_rows(tmp_path / "words.parquet", words), tokenizer, **options)
+
+
 def test_answers_that_are_the_same_are_counted_and_refused_in_every_row(tokenizer, tmp_path, caplog):
     draw = random.Random(0)
     rows = [{**row(draw, index), "chosen": "1", "rejected": "1" if index < 3 else "2"} for index in range(4)]

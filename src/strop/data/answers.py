@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from strop.data.loader import collate
 from strop.data.prompt_table import UNNAMED_SOURCE, Files, read_prompt_table
 from strop.data.prompts import AUTO, PromptFormat, encode_responses
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
-from strop.data.tokenize import tokenize_table
+from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
 from strop.protocol import DataProto
 
@@ -36,7 +37,8 @@ class AnsweredDataset:
 
     ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the same tokens as from
     ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
-    of ``columns``.
+    of ``columns``. An answer that is True in a column ``<name>_truncated`` of the files, for example
+    ``chosen_truncated``, was cut when it was generated, and gets no end token.
 
     Rows whose prompt or answer exceeds its limit are dropped with a warning, or, with
     ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt (``left``, ``right``,
@@ -90,6 +92,8 @@ class AnsweredDataset:
                 for name, column in answer_keys.items()
             },
         }
+        for name in answer_keys:
+            self._tokens[name] = self._without_end(name)
         if len(answer_keys) > 1:
             self._require_differing(*answer_keys.values())
         self._sources = [UNNAMED_SOURCE] * len(self._table)
@@ -122,6 +126,18 @@ class AnsweredDataset:
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column ``data_source``."""
         return set(self._sources)
+
+    def _without_end(self, name: str) -> TokenizedPrompts:
+        """Return the ids of an answer, without the end token in rows whose answer was cut."""
+        column, tokens, files = f"{name}_truncated", self._tokens[name], ", ".join(self._table.files)
+        if column not in self._table.names:
+            return tokens
+        values = self._table.table.column(column)
+        if not pa.types.is_boolean(values.type):
+            raise DataError(f"{files}: column {column!r}: expected True or False, found {values.type}")
+        cut = values.fill_null(False).to_numpy()
+        logger.info("%s: %s: %d of %d answers get no end token", files, column, cut.sum(), len(cut))
+        return tokens.without_last(cut)
 
     def _require_differing(self, chosen: str, rejected: str) -> None:
         """Raise ``DataError`` if both answers are the same in every row; warn if in some."""

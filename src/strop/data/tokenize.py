@@ -73,6 +73,13 @@ class TokenizedPrompts:
         """Tokens per prompt, int64 [N]."""
         return np.diff(self.offsets)
 
+    def without_last(self, rows: np.ndarray) -> TokenizedPrompts:
+        """Return these ids without the last one of the ``rows``, bool [N]; one token always stays."""
+        shorter = rows & (self.lengths > 1)
+        kept = np.ones(len(self.ids), dtype=bool)
+        kept[self.offsets[1:][shorter] - 1] = False
+        return TokenizedPrompts(self.ids[kept], np.append(0, np.cumsum(self.lengths - shorter)))
+
 
 def tokenize_table(
     table: PromptTable,
