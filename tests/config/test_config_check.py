@@ -162,15 +162,40 @@ def test_a_learning_rate_that_is_low_for_the_size_of_the_model_is_named(report, 
         assert doubts(report(quiet)) == []
 
 
-def test_low_rates_of_adapters_are_ten_times_those_of_weights(report, tmp_path):
+@pytest.mark.parametrize(
+    ("parameters", "alpha", "usual"),
+    [
+        # 1e-5 x (1e8 / 133,000)^0.6 = 5.32e-4 of full training, x 3.3
+        (133_000, 16, 1.755e-3),
+        (133_000, 64, 4.39e-4),
+        (5_000_000, 16, 1.99e-4),
+        (5_000_000, 8, 3.98e-4),
+        (135_000_000, 16, 1e-4),  # above 16 million 1e-4
+        (135_000_000, 32, 5e-5),
+    ],
+)
+def test_rates_of_adapters_have_bounds_that_follow_size_and_alpha(report, tmp_path, parameters, alpha, usual):
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    save_file({"weight": np.zeros(parameters, dtype=np.int8)}, tmp_path / "model/model.safetensors")
+    lora = [f"actor_rollout_ref.model.lora_{key}" for key in ("rank=16", f"alpha={alpha}")]
+    for factor, word in ((0.1, "is low"), (0.2, ""), (1, ""), (4.8, ""), (5.2, "is high")):
+        lines = doubts(report(f"{ACTOR}.optim.lr={factor * usual}", *lora))
+        assert len(lines) == bool(word)
+        for line in lines:
+            assert mentions(line, word, "LoRA", f"{ACTOR}.optim.lr={usual:.0e}")
+            assert (f"lora_alpha={alpha}" in line) == (alpha != 16)
+
+
+def test_low_rates_of_adapters_are_those_of_weights_times_a_factor(report, tmp_path):
     shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
     (tmp_path / "model/config.json").write_text(json.dumps(shape))
     save_file({"weight": np.zeros(133_000, dtype=np.int8)}, tmp_path / "model/model.safetensors")
     weights, adapters = f"{ACTOR}.optim.lr", "actor_rollout_ref.model.lora_rank=16"
     assert doubts(report(f"{weights}=1e-4")) == []
     (line,) = doubts(report(f"{weights}=1e-4", adapters))
-    assert mentions(line, f"{weights}=0.0001 is low", "LoRA", "0.133 million", f"{weights}=5e-03")
-    assert doubts(report(f"{weights}=5e-3", adapters)) == []
+    assert mentions(line, f"{weights}=0.0001 is low", "LoRA", "0.133 million", f"{weights}=2e-03")
+    assert doubts(report(f"{weights}=2e-3", adapters)) == []
 
 
 @pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING, DPO])

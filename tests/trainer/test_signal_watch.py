@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from strop.trainer.metrics import SignalWatch, cut_answers
+import random
+
+import pytest
+
+from strop.trainer.watches import SignalWatch, StallWatch, cut_answers
 
 from messages import mentions
 
@@ -25,6 +29,49 @@ def test_it_warns_after_so_many_iterations_in_a_row_and_when_they_have_doubled()
     assert "score 0" in SignalWatch(1)(FLAT)
 
 
+def test_a_run_that_had_scored_names_its_rate():
+    watch = SignalWatch(2, rate="optim.lr=0.1")
+    line = [watch(step) for step in (GOOD, FLAT, FLAT)][-1]
+    assert mentions(line, "every sample has the score 0", "up to 1", "optim.lr=0.1")
+    for steps in ([FLAT, FLAT], [GOOD, *[iteration((1.0, 1.0), (0.0, 0.0))] * 2]):  # never scored, or solved
+        watch = SignalWatch(2, rate="optim.lr=0.1")
+        line = [watch(step) for step in steps][-1]
+        assert line
+        assert "optim.lr" not in line
+
+
+def moving(score: float, entropy: float, lr: float = 1e-6) -> dict[str, float]:
+    return {"critic/score/mean": score, "objective/entropy": entropy, "lr": lr}
+
+
+@pytest.mark.parametrize(
+    ("score", "entropy", "warns"), [(0.0, 0.0, True), (0.004, 0.0, False), (0.0, -0.004, False)]
+)
+def test_a_score_and_an_entropy_that_stay_are_a_warning(score, entropy, warns):
+    """Both vary by 0.05 at random; ``score`` and ``entropy`` are their slopes."""
+    watch, draw = StallWatch("optim.lr=1e-06", has_adapters=True), random.Random(0)
+    for _ in range(10):  # the critic's warm-up does not count
+        assert watch(moving(0.2, 1.0, lr=0.0)) is None
+    lines = []
+    for step in range(50):
+        noise = draw.gauss(0, 0.05), draw.gauss(0, 0.05)
+        lines.append(watch(moving(0.2 + score * step + noise[0], 1.0 + entropy * step + noise[1])))
+    assert not any(lines[:-1])
+    assert bool(lines[-1]) == warns
+    if warns:
+        assert mentions(lines[-1], "50 iterations", "optim.lr=1e-06", "modules_to_save")
+        assert not any(watch(moving(0.2, 1.0)) for _ in range(200))
+
+
+def test_constant_figures_are_a_warning_and_a_run_without_entropies_gives_none():
+    watch = StallWatch("optim.lr=1e-06", has_adapters=False)
+    line = [watch(moving(0.2, 1.0)) for _ in range(50)][-1]
+    assert mentions(line, "0.2", "optim.lr=1e-06")
+    assert "modules_to_save" not in line
+    watch = StallWatch("", has_adapters=False)
+    assert not any(watch({"critic/score/mean": 0.2, "lr": 1.0}) for _ in range(60))
+
+
 def test_single_samples_with_different_scores_and_null_do_not_warn():
     watch = SignalWatch(2)
     assert not any(watch(iteration((score, score), (-1.0, 0.0))) for score in (0.0, 1.0, 0.0, 1.0))
@@ -33,6 +80,15 @@ def test_single_samples_with_different_scores_and_null_do_not_warn():
 
 
 def test_most_answers_cut_is_a_warning_with_the_key():
-    assert cut_answers({"response_length/clip_ratio": 0.5}, 32) is None
-    line = cut_answers({"response_length/clip_ratio": 0.938}, 32)
+    assert cut_answers({"response_length/clip_ratio": 0.5}, 32, first=0.5) is None
+    line = cut_answers({"response_length/clip_ratio": 0.938}, 32, first=0.6)
     assert mentions(line, "94%", "data.max_response_length=32")
+
+
+def test_a_share_of_cut_answers_that_doubles_names_the_penalty():
+    assert cut_answers({"response_length/clip_ratio": 0.4}, 32, first=0.1) is None
+    line = cut_answers({"response_length/clip_ratio": 0.52}, 32, first=0.26)
+    assert mentions(line, "26%", "52%", "data.max_response_length=32", "reward_model.non_stop_penalty=True")
+    line = cut_answers({"response_length/clip_ratio": 0.52}, 32, first=0.0, is_penalized=True)
+    assert mentions(line, "reward_model.penalty_reward_value")
+    assert "non_stop_penalty" not in line

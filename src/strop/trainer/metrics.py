@@ -75,55 +75,6 @@ def peak_memory(groups: Iterable[Any]) -> dict[str, float]:
     return {f"perf/peak_memory_gb/{phase}": gib for call in calls for phase, gib in call.get().items()}
 
 
-class SignalWatch:
-    """Warn of iterations in a row that cannot train: all scores equal, or all advantages 0.
-
-    Warns after ``patience`` of them (None: never), and again when their number has doubled.
-    """
-
-    def __init__(self, patience: int | None) -> None:
-        self._next = self._patience = patience
-        self._count = 0
-        self._score: float | None = None
-
-    def __call__(self, metrics: Mapping[str, float]) -> str | None:
-        """Count an iteration with these ``metrics``; return a warning that is due."""
-        score, largest = metrics["critic/score/min"], metrics["critic/score/max"]
-        advantages = (metrics["critic/advantages/min"], metrics["critic/advantages/max"])
-        is_flat = score == largest and self._score in (None, score)  # a batch may have one sample
-        self._score = score
-        if not is_flat and any(advantages):
-            self._count, self._next = 0, self._patience
-            return None
-        self._count += 1
-        if self._next is None or self._count < self._next:
-            return None
-        self._next *= 2
-        if is_flat:
-            found = f"every sample has the score {score:g}"
-        else:
-            found = "all advantages are 0: the samples of each prompt have equal scores"
-        return (
-            f"for {self._count} iterations {found}, so there is nothing to learn from. Look at samples "
-            "(strop view RUN): is the answer in the form that the reward function reads, is "
-            "max_response_length long enough (response_length/clip_ratio), does the ground truth reach the "
-            "function (strop check)? Easier or harder prompts, more samples of each (rollout.n) or a higher "
-            "temperature give different scores"
-        )
-
-
-def cut_answers(metrics: Mapping[str, float], limit: int) -> str | None:
-    """Return a warning if most responses of an iteration were cut at ``limit`` tokens."""
-    share = metrics["response_length/clip_ratio"]
-    if share <= 0.5:
-        return None
-    return (
-        f"{share:.0%} of the answers were cut at data.max_response_length={limit} before they ended, and are "
-        "scored as they stand. Raise it if they need more tokens; strop view RUN shows them. "
-        "(response_length/clip_ratio has the share of each iteration)"
-    )
-
-
 _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")
 
 

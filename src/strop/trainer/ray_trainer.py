@@ -23,11 +23,10 @@ from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
+from strop.trainer.frozen_head import warn_of_frozen_head
 from strop.trainer.loop import Run
 from strop.trainer.metrics import (
     PhaseTimer,
-    SignalWatch,
-    cut_answers,
     peak_memory,
     speed_metrics,
     staleness_metrics,
@@ -36,6 +35,7 @@ from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import BestValidation, Validator
+from strop.trainer.watches import SignalWatch, StallWatch, cut_answers
 from strop.trainer.weight_sync import WeightSync
 from strop.verl import VerlNames
 
@@ -114,7 +114,10 @@ class RayPPOTrainer(VerlNames):
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
-        self._signal = SignalWatch(self.config.trainer.warn_without_signal)
+        rate = f"actor_rollout_ref.actor.optim.lr={self.config.actor_rollout_ref.actor.optim.lr:g}"
+        self._signal = SignalWatch(self.config.trainer.warn_without_signal, rate=rate)
+        self._stall = StallWatch(rate, has_adapters=self.config.actor_rollout_ref.model.has_adapters)
+        self._first_cut: float | None = None
         self._warned_truncation = False
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
@@ -132,6 +135,11 @@ class RayPPOTrainer(VerlNames):
         """
         config = self.config
         self.publication = open_publication(config)
+        if not config.trainer.val_only:
+            policy = config.actor_rollout_ref.model
+            warn_of_frozen_head(
+                "actor_rollout_ref.model", policy, self.tokenizer, self.train_loader.dataset, config.data
+            )
         groups = {role: self._group(role) for role in self._required_roles()}
         self.actor = next(iter(groups.values()))
         self.rollout = groups.get(Role.Rollout, self.actor)
@@ -266,10 +274,18 @@ class RayPPOTrainer(VerlNames):
             self.weights.version = iteration
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)
-        if warning := self._signal(metrics):
-            logger.warning("warning: %s", warning)
+        for watch in (self._signal, self._stall):
+            if warning := watch(metrics):
+                logger.warning("warning: %s", warning)
+        if self._first_cut is None:
+            self._first_cut = metrics["response_length/clip_ratio"]
         if not self._warned_truncation and (
-            warning := cut_answers(metrics, self.config.data.max_response_length)
+            warning := cut_answers(
+                metrics,
+                self.config.data.max_response_length,
+                first=self._first_cut,
+                is_penalized=self.config.reward_model.non_stop_penalty,
+            )
         ):
             self._warned_truncation = True
             logger.warning("warning: %s", warning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -32,8 +33,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
 """Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
-_ADAPTERS_FACTOR, _USUAL_OF_ADAPTERS, _LOWEST_OF_ADAPTERS = 10, 1e-4, 1e-5
-"""Rates of LoRA adapters: relative to those of the weights, and of large models or unknown sizes."""
+_ADAPTERS_FACTOR, _USUAL_OF_ADAPTERS, _HIGHEST_OF_ADAPTERS, _USUAL_ALPHA = 3.3, 1e-4, 5, 16
+"""Rates of LoRA adapters: relative to those of the weights (below 16 million parameters), those of larger
+models and of unknown sizes, the highest relative to these, and the alpha that they are for."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -82,24 +84,29 @@ def trained_models(config: RootConfig) -> Iterator[TrainedModel]:
 
 
 def learning_rate(config: RootConfig) -> Iterator[Finding]:
-    """Warn of a rate at which a model of this size, or its LoRA adapters, change next to nothing."""
+    """Warn of a rate at which a model of this size changes next to nothing, or LoRA adapters collapse."""
     for key, model, update_key, update in trained_models(config):
         rate, facts = update.optim.lr, read_model_facts(model.path)
         size = facts.parameters if facts is not None else None
-        usual = 0.0 if size is None else _USUAL_RATE * (_USUAL_SIZE / size) ** 0.6
-        lowest, of_model = usual / 8, f"a model of {(size or 0) / 1e6:.3g} million parameters"
+        usual, highest = 0.0 if size is None else _USUAL_RATE * (_USUAL_SIZE / size) ** 0.6, math.inf
+        of_model = f"a model of {(size or 0) / 1e6:.3g} million parameters"
         if model.has_adapters:
-            usual = max(_ADAPTERS_FACTOR * usual, _USUAL_OF_ADAPTERS)
-            lowest = max(_ADAPTERS_FACTOR * lowest, _LOWEST_OF_ADAPTERS)
+            # an adapter moves by rate x alpha; that of a folder has its own alpha
+            alpha = _USUAL_ALPHA if model.lora_adapter_path is not None else model.lora_alpha
+            usual = max(_ADAPTERS_FACTOR * usual, _USUAL_OF_ADAPTERS) * _USUAL_ALPHA / alpha
+            highest = _HIGHEST_OF_ADAPTERS * usual
             of_model = "LoRA adapters" if size is None else f"LoRA adapters of {of_model}"
+            if alpha != _USUAL_ALPHA:
+                of_model += f" with {key}.lora_alpha={alpha:g}"
         elif key == "critic.model":
             continue  # the sizes and rates above were found for policies
-        if 0 < rate < lowest and not config.trainer.val_only:
-            more = f" (about {_ADAPTERS_FACTOR} times that of full training)" if model.has_adapters else ""
-            yield warning(
-                f"{update_key}.optim.lr={rate:g} is low for {of_model}, which hardly changes at that rate; "
-                f"try {update_key}.optim.lr={usual:.0e}{more}"
-            )
+        if config.trainer.val_only or rate == 0 or usual / 8 <= rate <= highest:
+            continue
+        found = "low for {}, which hardly changes" if rate < usual / 8 else "high for {}, which may collapse"
+        yield warning(
+            f"{update_key}.optim.lr={rate:g} is {found.format(of_model)} at that rate; "
+            f"try {update_key}.optim.lr={usual:.0e}"
+        )
 
 
 def mini_batches(config: Config) -> Iterator[Finding]:

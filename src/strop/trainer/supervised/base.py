@@ -31,6 +31,7 @@ from strop.protocol import DataProto
 from strop.tracking.report import ShownPair, ValidationReport
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
+from strop.trainer.frozen_head import warn_of_frozen_head
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, peak_memory
 from strop.trainer.run_folder import require_shared_folder
@@ -48,6 +49,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     """
 
     worker_cls: ClassVar[type]
+    trains_policy: ClassVar[bool] = True
+    """Its model is a language model."""
     role: ClassVar[Role]
     group_name: ClassVar[str]
     """Name of the model's folder in a checkpoint."""
@@ -181,6 +184,9 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     def init_workers(self) -> None:
         """Build the worker group and load the model, after finding where it will be published."""
         self.publication = open_publication(self.config)
+        if self.trains_policy and self.train_loader is not None:
+            dataset = self.train_loader.dataset
+            warn_of_frozen_head("model", self.config.model, self.tokenizer, dataset, self.config.data)
         self.group = self._group_cls(
             worker_cls=self.worker_cls,
             init_kwargs={"config": self.config, "role": self.role},

@@ -69,6 +69,7 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
     """``strop train-rm``: fits a Bradley-Terry model to pairs (Stiennon et al. 2020)."""
 
     worker_cls: ClassVar[type] = RewardModellingWorker
+    trains_policy: ClassVar[bool] = False
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"
 

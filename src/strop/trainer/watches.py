@@ -1,0 +1,122 @@
+"""Warnings of a run of reinforcement learning that its metrics give."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+_STALL = 50
+"""Iterations in which score and entropy of a policy that learns move by more than their noise."""
+
+
+class SignalWatch:
+    """Warn of iterations in a row that cannot train: all scores equal, or all advantages 0.
+
+    Warns after ``patience`` of them (None: never), and again when their number has doubled. ``rate`` is the
+    learning rate, named where there were higher scores before.
+    """
+
+    def __init__(self, patience: int | None, *, rate: str = "actor_rollout_ref.actor.optim.lr") -> None:
+        self._next = self._patience = patience
+        self._count = 0
+        self._score: float | None = None
+        self._rate, self._best = rate, -math.inf
+
+    def __call__(self, metrics: Mapping[str, float]) -> str | None:
+        """Count an iteration with these ``metrics``; return a warning that is due."""
+        score, largest = metrics["critic/score/min"], metrics["critic/score/max"]
+        advantages = (metrics["critic/advantages/min"], metrics["critic/advantages/max"])
+        is_flat = score == largest and self._score in (None, score)  # a batch may have one sample
+        self._score = score
+        if not is_flat and any(advantages):
+            self._count, self._next, self._best = 0, self._patience, max(self._best, largest)
+            return None
+        self._count += 1
+        if self._next is None or self._count < self._next:
+            return None
+        self._next *= 2
+        if is_flat and score < self._best:
+            return (
+                f"for {self._count} iterations every sample has the score {score:g}, and before there were "
+                f"scores of up to {self._best:g}: the policy may have collapsed (strop view RUN shows its "
+                f"answers). Lower {self._rate}, and start again"
+            )
+        if is_flat:
+            found = f"every sample has the score {score:g}"
+        else:
+            found = "all advantages are 0: the samples of each prompt have equal scores"
+        return (
+            f"for {self._count} iterations {found}, so there is nothing to learn from. Look at samples "
+            "(strop view RUN): is the answer in the form that the reward function reads, is "
+            "max_response_length long enough (response_length/clip_ratio), does the ground truth reach the "
+            "function (strop check)? Easier or harder prompts, more samples of each (rollout.n) or a higher "
+            "temperature give different scores"
+        )
+
+
+def cut_answers(
+    metrics: Mapping[str, float], limit: int, *, first: float, is_penalized: bool = False
+) -> str | None:
+    """Return a warning if most responses of an iteration were cut at ``limit`` tokens.
+
+    ``first`` is their share in the first iteration; ``is_penalized``: with ``non_stop_penalty``.
+    """
+    share = metrics["response_length/clip_ratio"]
+    if share <= 0.5:
+        return None
+    if share >= 2 * first:
+        return (
+            f"the share of answers that were cut at data.max_response_length={limit} before they ended rose "
+            f"from {first:.0%} to {share:.0%}: the score may pay for length, or for answers without an end "
+            "(strop view RUN shows them). "
+            + (
+                "Lower reward_model.penalty_reward_value"
+                if is_penalized
+                else "reward_model.non_stop_penalty=True gives such answers the score penalty_reward_value"
+            )
+        )
+    return (
+        f"{share:.0%} of the answers were cut at data.max_response_length={limit} before they ended, and are "
+        "scored as they stand. Raise it if they need more tokens; strop view RUN shows them. "
+        "(response_length/clip_ratio has the share of each iteration)"
+    )
+
+
+class StallWatch:
+    """Warn once of ``_STALL`` iterations in which neither the score nor the entropy has moved.
+
+    A mean has not moved if those of both halves differ by less than two standard errors.
+    """
+
+    def __init__(self, rate: str, *, has_adapters: bool) -> None:
+        """``rate`` is the learning rate, with its key."""
+        self._advice = f"Unless the run has converged, raise {rate}"
+        if has_adapters:
+            self._advice += ", or train the output layer whole (modules_to_save; docs/lora.md)"
+        self._seen: list[tuple[float, float]] | None = []
+        """None: it has warned."""
+
+    def __call__(self, metrics: Mapping[str, float]) -> str | None:
+        """Count an iteration with these ``metrics``; return the warning if it is due."""
+        entropy = metrics.get("objective/entropy", metrics.get("policy/entropy_avg"))
+        if self._seen is None or entropy is None or metrics["lr"] == 0:  # the critic's warm-up
+            return None
+        self._seen.append((metrics["critic/score/mean"], entropy))
+        if len(self._seen) < _STALL:
+            return None
+        scores, entropies = zip(*self._seen, strict=True)
+        if _has_moved(scores) or _has_moved(entropies):
+            self._seen = []
+            return None
+        self._seen = None
+        return (
+            f"score ({statistics.mean(scores):.3g}) and entropy ({statistics.mean(entropies):.3g}) have not "
+            f"moved in {_STALL} iterations. {self._advice}"
+        )
+
+
+def _has_moved(values: tuple[float, ...]) -> bool:
+    halves = values[: len(values) // 2], values[len(values) // 2 :]
+    error = math.sqrt(sum(statistics.variance(half) / len(half) for half in halves))
+    return abs(statistics.mean(halves[1]) - statistics.mean(halves[0])) > 2 * error
