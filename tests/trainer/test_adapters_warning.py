@@ -48,11 +48,6 @@ def test_an_output_layer_near_its_initialisation_is_named_with_the_remedy(folder
     for quiet in ({"lora_rank": 0}, {"modules_to_save": ("embed_tokens",)}, {"lora_adapter_path": "there"}):
         assert warned(folders / "new", caplog, **quiet) == []
     assert warned(folders / "trained", caplog) == []
-    # whatever is wrong with the model is reported when it is loaded
-    tokenizer = load_tokenizer(folders / "new")
-    missing = SimpleNamespace(path="/no/model", lora_rank=8, lora_adapter_path=None, modules_to_save=(),
-                              trust_remote_code=False, override_config={})  # fmt: skip
-    warn_of_frozen_head("model", missing, tokenizer, [], SimpleNamespace(cache_dir=None))
 
 
 def test_tokens_are_of_the_first_prompts_and_answers(folders):

@@ -151,7 +151,7 @@ def _read_config(path: str | Path, trust_remote_code: bool) -> PretrainedConfig:
 def remember_source(model: PreTrainedModel, path: str | Path, *, trust_remote_code: bool = False) -> None:
     """Keep what the folder of a model says, for exports."""
     held: Any = model
-    held.strop_source = Source.read(path, _read_config(path, trust_remote_code))
+    held.strop_source = Source.read(Path(path), _read_config(path, trust_remote_code))
 
 
 def load_model_config(

@@ -38,12 +38,12 @@ class Source:
     """As named by the configuration, else that of the first weight in safetensors, else float32."""
 
     @classmethod
-    def read(cls, path: str | Path, config: PretrainedConfig) -> Source:
-        """Copy the configuration that was read from ``path``."""
-        folder, file = Path(path), Path(path) / "config.json"
+    def read(cls, folder: Path, config: PretrainedConfig) -> Source:
+        """Return the source with the ``config`` that was read from ``folder``, and that nothing changes."""
+        file = folder / "config.json"
         values = json.loads(file.read_text()) if file.is_file() else {}
         named: Any = config.dtype or config.get_text_config().dtype
-        return cls(folder, copy.deepcopy(config), values, named or _dtype_of_weights(folder))
+        return cls(folder, config, values, named or _dtype_of_weights(folder))
 
     def values_of(self, config: PretrainedConfig) -> dict[str, Any]:
         """Return the entries of ``config.json`` for ``config``: the source's, and those set on purpose."""
@@ -86,9 +86,7 @@ def write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> No
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_custom_code(model, folder)
-    values = source.values_of(model.config)
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    set_dtype(folder, dtype)
+    set_dtype(folder, dtype, source.values_of(model.config))
     if (source.folder / _GENERATION).is_file():
         shutil.copyfile(source.folder / _GENERATION, folder / _GENERATION)
     elif model.can_generate() and model.generation_config is not None:
@@ -101,9 +99,9 @@ def dtype_of(folder: Path) -> torch.dtype:
     return getattr(torch, values.get("dtype") or values.get("torch_dtype") or "float32")
 
 
-def set_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Name ``dtype`` in a folder's ``config.json``, by the key that it has."""
-    values = json.loads((folder / "config.json").read_text())
+def set_dtype(folder: Path, dtype: torch.dtype, values: dict[str, Any] | None = None) -> None:
+    """Write ``values`` to a folder's ``config.json`` (None: those that it has), with this dtype."""
+    values = values or json.loads((folder / "config.json").read_text())
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # of transformers before 4.56
     values[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -280,12 +280,7 @@ class RayPPOTrainer(VerlNames):
         if self._first_cut is None:
             self._first_cut = metrics["response_length/clip_ratio"]
         if not self._warned_truncation and (
-            warning := cut_answers(
-                metrics,
-                self.config.data.max_response_length,
-                first=self._first_cut,
-                is_penalized=self.config.reward_model.non_stop_penalty,
-            )
+            warning := cut_answers(metrics, self.config.data.max_response_length, first=self._first_cut)
         ):
             self._warned_truncation = True
             logger.warning("warning: %s", warning)

@@ -21,7 +21,7 @@ class SignalWatch:
         self._next = self._patience = patience
         self._count = 0
         self._score: float | None = None
-        self._rate, self._best = rate, -math.inf
+        self._rate, self._best, self._signals, self._total = rate, -math.inf, 0, 0
 
     def __call__(self, metrics: Mapping[str, float]) -> str | None:
         """Count an iteration with these ``metrics``; return a warning that is due."""
@@ -29,14 +29,18 @@ class SignalWatch:
         advantages = (metrics["critic/advantages/min"], metrics["critic/advantages/max"])
         is_flat = score == largest and self._score in (None, score)  # a batch may have one sample
         self._score = score
+        self._total += 1
         if not is_flat and any(advantages):
             self._count, self._next, self._best = 0, self._patience, max(self._best, largest)
+            self._signals += 1
             return None
         self._count += 1
         if self._next is None or self._count < self._next:
             return None
         self._next *= 2
-        if is_flat and score < self._best:
+        # in a run with few scores above the lowest, some iterations have none
+        had_scored = score < self._best and self._signals >= (self._total - self._count) / 2
+        if is_flat and had_scored:
             return (
                 f"for {self._count} iterations every sample has the score {score:g}, and before there were "
                 f"scores of up to {self._best:g}: the policy may have collapsed (strop view RUN shows its "
@@ -55,31 +59,24 @@ class SignalWatch:
         )
 
 
-def cut_answers(
-    metrics: Mapping[str, float], limit: int, *, first: float, is_penalized: bool = False
-) -> str | None:
+def cut_answers(metrics: Mapping[str, float], limit: int, *, first: float) -> str | None:
     """Return a warning if most responses of an iteration were cut at ``limit`` tokens.
 
-    ``first`` is their share in the first iteration; ``is_penalized``: with ``non_stop_penalty``.
+    ``first`` is their share in the first iteration.
     """
     share = metrics["response_length/clip_ratio"]
     if share <= 0.5:
         return None
+    cut = f"of the answers were cut at data.max_response_length={limit} before they ended"
     if share >= 2 * first:
         return (
-            f"the share of answers that were cut at data.max_response_length={limit} before they ended rose "
-            f"from {first:.0%} to {share:.0%}: the score may pay for length, or for answers without an end "
-            "(strop view RUN shows them). "
-            + (
-                "Lower reward_model.penalty_reward_value"
-                if is_penalized
-                else "reward_model.non_stop_penalty=True gives such answers the score penalty_reward_value"
-            )
+            f"{share:.0%} {cut}, and {first:.0%} in the first iteration: the score may pay for length, or "
+            "for answers without an end (strop view RUN shows them). reward_model.non_stop_penalty=True with "
+            "a low penalty_reward_value makes them worse than others"
         )
     return (
-        f"{share:.0%} of the answers were cut at data.max_response_length={limit} before they ended, and are "
-        "scored as they stand. Raise it if they need more tokens; strop view RUN shows them. "
-        "(response_length/clip_ratio has the share of each iteration)"
+        f"{share:.0%} {cut}, and are scored as they stand. Raise it if they need more tokens; strop view RUN "
+        "shows them. (response_length/clip_ratio has the share of each iteration)"
     )
 
 
