@@ -33,8 +33,8 @@ def warn_of_frozen_head(key: str, model: Any, tokenizer: Any, dataset: Any, data
     if found is not None and found[0] < _ENOUGH:
         logger.warning(
             f"warning: {key}.lora_rank={model.lora_rank}: under the frozen norm and output layer of "
-            f"{key}.path={model.path} no hidden state gives the tokens of the data a probability of much more "
-            f"than {found[0]:.2f} (the median), so adapters alone cannot learn; train that layer whole: "
+            f"{key}.path={model.path} no hidden state gives the tokens of the data a probability of much "
+            f"more than {found[0]:.2f} (the median), so adapters alone cannot learn; train that layer whole: "
             f"{key}.modules_to_save=[{found[1]}]"
         )
 
