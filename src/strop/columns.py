@@ -81,7 +81,7 @@ prompts             | BP  | int64   | id     | rollout | rewards, samples | the 
 responses           | BT  | int64   | id     | rollout | forward passes | the response's part of input_ids
 response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
 rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
-rollout_versions    | BT  | int32   | number | rollout | samples | sampled it; else -1 | numbered batches
+rollout_versions    | BT  | int32   | number | rollout | samples | sampled it; else -1
 truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted
 hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted

@@ -73,6 +73,9 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_pat
     samples = sorted((tmp_path / "run" / "rollouts").iterdir())
     assert [path.name for path in samples] == ["step_000003.parquet", "step_000004.parquet"]
     assert all(path.read_bytes() == (run / "rollouts" / path.name).read_bytes() for path in samples)
+    for path in samples:  # in turn: each batch is sampled by the policy that learns from it
+        versions = {version for row in pq.read_table(path)["rollout_versions"].to_pylist() for version in row}
+        assert versions == {int(path.stem.removeprefix("step_")) - 1}
 
 
 def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs, undisturbed, tmp_path):

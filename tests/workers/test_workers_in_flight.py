@@ -172,6 +172,20 @@ def test_a_numbered_batch_that_was_not_admitted_is_generated_at_once(folder):
     assert len(group.generate_sequences(prompts_of(2))) == 2 * ROWS
 
 
+def test_a_batch_of_a_loader_is_generated_as_for_training(folder):
+    group = local(folder)
+    load_version(group, folder, 0)
+    prompts = prompts_of(1)
+    prompts = DataProto(prompts.select("input_ids", "attention_mask", "position_ids").batch)
+    torch.manual_seed(3)
+    first = group.generate_sequences(prompts).batch["responses"]
+    again = group.generate_sequences(prompts).batch["responses"]
+    assert len(first) == 2 * ROWS  # rollout.n
+    assert not torch.equal(first, again)
+    torch.manual_seed(3)
+    assert torch.equal(first, group.generate_sequences(prompts).batch["responses"])
+
+
 def test_other_prompts_than_those_admitted_are_an_error(folder):
     group = local(folder)
     load_version(group, folder, 0)

@@ -269,6 +269,10 @@ class RayPPOTrainer(VerlNames):
             batch, metrics = self.ppo.learn(samples, iteration)
         warmup = self.config.trainer.critic_warmup if self.critic is not None else 0
         metrics |= staleness_metrics(batch, version=self.weights.version, warmup=warmup)
+        if "rollout_versions" not in batch:  # all tokens are of the policy that learns from them
+            is_sampled = (batch.batch["response_mask"] > 0).int()
+            versions = is_sampled * (self.weights.version + 1) - 1
+            batch = batch.union(DataProto({"rollout_versions": versions}))
         if self.ppo.trains_actor(iteration):
             # in the critic's warm-up the rollout keeps its weights, and none are sent
             self.weights.version = iteration

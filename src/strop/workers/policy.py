@@ -139,8 +139,10 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(Dispatch.DATA_PARALLEL)
     @phase("gen")
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
-        """Generate responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``.
+        """Generate responses to each prompt.
 
+        ``meta_info["mode"]`` is ``train``, the default, ``greedy`` or ``validate``. Prompts without ``seeds``
+        get some of torch's generator.
         With a number in ``meta_info["batch"]`` the result has ``rollout_versions``, and in
         ``meta_info["generation"]`` when it was generated; if ``admit_prompts`` got the same prompts with that
         number, ``TrainingError`` otherwise, their samples are completed.
@@ -154,11 +156,15 @@ class ActorRolloutRefWorker(RoleWorker):
                 "requested: the actor was updated without sync_rollout or load_weights"
             )
         begun, batch = time.time(), prompts.meta_info.get("batch")
-        if batch in self._admitted and prompts.meta_info["mode"] == "train":
+        if batch in self._admitted and _mode(prompts) == "train":
             result = self._finish(batch, prompts, finished)
         else:
+            params = self._sampling(prompts)
+            if "seeds" not in prompts:  # a loader's batch; the trainer's own have seeds of their iteration
+                seeds_PN = torch.randint(2**63 - 1, (len(prompts), params.n))
+                prompts = prompts.union(DataProto({"seeds": seeds_PN}))
             with self.engine.on_device() if self._shareable_model else contextlib.nullcontext():
-                result = self.rollout.generate(prompts, self._sampling(prompts), finished)
+                result = self.rollout.generate(prompts, params, finished)
         if batch is None:
             return result
         if "rollout_versions" not in result:
@@ -228,7 +234,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return result
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
-        mode = prompts.meta_info["mode"]
+        mode = _mode(prompts)
         params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
         return dataclasses.replace(params, n=1, do_sample=False) if mode == "greedy" else params
 
@@ -409,6 +415,10 @@ class ActorRolloutRefWorker(RoleWorker):
             with_entropy=True,
             with_full_kl=self.full_kl_loss,
         )
+
+
+def _mode(prompts: DataProto) -> str:
+    return prompts.meta_info.get("mode", "train")
 
 
 def _uids(prompts: DataProto) -> list[str]:
