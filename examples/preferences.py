@@ -47,6 +47,7 @@ REWARD_MODEL = ("data.train_batch_size=64", "update.optim.lr=1e-3", "trainer.tot
 SMALL = (
     "data.max_prompt_length=8",
     "data.max_response_length=8",
+    "data.filter_overlong=True",  # sampled answers that were cut have 8 tokens, and none for their end
     "update.micro_batch_size_per_gpu=128",
     "trainer.n_gpus_per_node=1",
     "trainer.device=cpu",

@@ -262,7 +262,7 @@ def test_unwritten_keys_that_mean_something_else_than_in_verl_are_listed():
     found = list(changed_from_verl(load_config(group), "0.9.1"))
     assert mentions(found[0], KL, "0 in verl 0.9.1", "use_kl_in_reward is False", "0.005")
     assert [line.split()[0] for line in found[:-1]] == [
-        KL, f"{ACTOR}.entropy_coeff", f"{ACTOR}.clip_ratio_c", "data.filter_overlong_prompts",
+        KL, f"{ACTOR}.entropy_coeff", f"{ACTOR}.clip_ratio_c",
     ]  # fmt: skip
     assert mentions(found[-1], "trainer.test_freq=-1", "trainer.logger=[console,wandb]")
     assert "critic" not in found[-1]  # grpo has none
@@ -270,7 +270,6 @@ def test_unwritten_keys_that_mean_something_else_than_in_verl_are_listed():
     written = [
         "algorithm.use_kl_in_reward=False",
         f"{ACTOR}.entropy_coeff=0",
-        "data.filter_overlong_prompts=True",
     ]
     found = list(changed_from_verl(load_config([*group, *written]), "0.9.1"))
     assert [line.split()[0] for line in found[:-1]] == [f"{ACTOR}.clip_ratio_c"]

@@ -89,7 +89,9 @@ def test_the_only_column_that_is_needed_is_the_prompt(build):
 def test_overlong_prompts_are_dropped_with_their_number(build, caplog):
     rows = [full_row("w1 w2 w3 w4 w5 w6 w7"), full_row("w1"), full_row("w1 w2 w3 w4 w5 w6")]
     with caplog.at_level(logging.WARNING, "strop.data"):
-        dataset = build(rows, truncation="left")  # 9, 3 and 8 tokens: dropped before they could be cut
+        dataset = build(
+            rows, truncation="left", filter_overlong_prompts=True
+        )  # 9, 3 and 8 tokens: dropped before they could be cut
     assert [len(row["input_ids"]) for row in dataset] == [3, 8]
     assert [row["index"] for row in dataset] == [1, 2]
     assert dataset[-1]["index"] == 2
@@ -112,7 +114,7 @@ def test_overlong_prompts_are_dropped_with_their_number(build, caplog):
 )
 def test_truncation_keeps_the_named_part(build, side, limit, kept):
     rows = [full_row("w1 w2 w3 w4 w5")]  # 3 11 12 13 14 15 5
-    dataset = build(rows, max_prompt_length=limit, truncation=side, filter_overlong_prompts=False)
+    dataset = build(rows, max_prompt_length=limit, truncation=side)
     assert dataset[0]["input_ids"].tolist() == kept
 
 
@@ -136,11 +138,17 @@ def test_a_column_of_another_type_or_without_a_value_is_named(build, first, seco
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"max_prompt_length": 2}, ["2 rows", "=2", "3 tokens"]),
+        (
+            {"max_prompt_length": 2, "filter_overlong_prompts": True},
+            ["2 rows", "=2", "3 tokens", "data.max_prompt_length=4"],
+        ),
         ({"truncation": "center"}, ["data.truncation='center'", "error", "left", "right", "middle"]),
         (
-            {"max_prompt_length": 3, "filter_overlong_prompts": False},
-            ["data.parquet", "row 1", "4", "data.max_prompt_length", "3", "1 of 2"],
+            {"max_prompt_length": 3},
+            [
+                *("data.parquet", "row 1", "4 tokens", "data.max_prompt_length is 3", "1 of 2"),
+                *("data.max_prompt_length=4", "data.filter_overlong_prompts=True"),
+            ],
         ),
     ],
 )

@@ -47,7 +47,7 @@ def inputs(tmp_path_factory):
         ("data.train_files={}/empty.parquet", ["empty.parquet"]),
         ("data.train_files={}/columns.parquet", ["columns.parquet", "prompt"]),
         (
-            "data.train_files={}/long.parquet data.filter_overlong_prompts=false data.train_batch_size=4",
+            "data.train_files={}/long.parquet data.train_batch_size=4",
             ["long.parquet, row 3", "max_prompt_length", "8"],
         ),
         ("data.train_files={}/source.parquet", ["someone/elses", "openai/gsm8k", "custom_reward_function"]),

@@ -91,7 +91,8 @@ def test_unusual_lengths_are_drawn_with_their_limit_in_sight(tmp_path, lengths, 
 
 def test_lengths_of_answers_are_those_of_the_files(tmp_path):
     inputs = supervised_runs.make_inputs(tmp_path)
-    options = supervised_runs.overrides(inputs, tmp_path / "run", "data.max_response_length=4")
+    limits = ("data.max_response_length=4", "data.filter_overlong=True")
+    options = supervised_runs.overrides(inputs, tmp_path / "run", *limits)
     tree, trainer_cls = supervised_runs.KINDS["train-rm"]
     trainer = supervised_runs.build(trainer_cls, supervised_runs.load_tree(tree, options))
     found = token_lengths({"train": trainer.train_loader, "val": trainer.val_loader, "none": None})

@@ -164,7 +164,7 @@ def test_bad_rows_are_named_by_file_row_and_field(inputs, tmp_path, number, fiel
     rows = [row(draw, index) for index in range(8)]
     rows[number][field] = value
     files = f"data.train_files={write_rows(tmp_path / 'bad.parquet', rows)}"
-    options = overrides(inputs, tmp_path / "run", files, "data.filter_overlong=False")
+    options = overrides(inputs, tmp_path / "run", files)
     with pytest.raises(DataError, match=naming("bad.parquet", f"row {number}", f"field {field}", *parts)):
         train("train-rm", options)
 

@@ -240,11 +240,13 @@ def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tm
         "max_prompt_length": 10,
         "max_response_length": 6,
     }
-    assert len(AnsweredDataset(file, tokenizer, **options)) == 2
+    assert len(AnsweredDataset(file, tokenizer, filter_overlong=True, **options)) == 2
     assert "dropped 2 of 4 rows" in caplog.text
-    with pytest.raises(DataError, match=naming("long.parquet", "row 1", "field prompt", "22 tokens")):
-        AnsweredDataset(file, tokenizer, filter_overlong=False, **options)
-    cut = AnsweredDataset(file, tokenizer, filter_overlong=False, truncation="left", **options)
+    parts = ("long.parquet", "row 1", "field prompt", "22 tokens", "2 of 4", "data.filter_overlong=True")
+    whole = "data.max_prompt_length=22 data.max_response_length=9"  # the longest, with its end token
+    with pytest.raises(DataError, match=naming(*parts, whole)):
+        AnsweredDataset(file, tokenizer, **options)
+    cut = AnsweredDataset(file, tokenizer, truncation="left", **options)
     assert tokenizer.decode(cut[1]["input_ids"]) == "1" * 9 + "<assistant>"
     assert tokenizer.decode(cut[2]["response"]) == "123456"  # and no end: it is not where the answer ends
 

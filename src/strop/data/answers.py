@@ -40,10 +40,10 @@ class AnsweredDataset:
     of ``columns``. An answer that is True in a column ``<name>_truncated`` of the files, for example
     ``chosen_truncated``, was cut when it was generated, and gets no end token.
 
-    Rows whose prompt or answer exceeds its limit are dropped with a warning, or, with
-    ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt (``left``, ``right``,
-    ``middle``: see ``RLHFDataset``). A cut answer is its first tokens, without the end token, like a response
-    that reaches the length limit.
+    Rows whose prompt or answer exceeds its limit are handled by ``truncation``: ``error``, or cut the prompt
+    (``left``, ``right``, ``middle``: see ``RLHFDataset``). A cut answer is its first tokens, without the end
+    token, like a response that reaches the length limit. With ``filter_overlong`` such rows are dropped with
+    a warning.
 
     Raises :class:`DataError` for unusable files and rows, when no row is left, and if both answers
     are the same in every row.
@@ -60,7 +60,7 @@ class AnsweredDataset:
         max_prompt_length: int,
         max_response_length: int,
         truncation: str = "error",
-        filter_overlong: bool = True,
+        filter_overlong: bool = False,
         how: PromptFormat = AUTO,
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
@@ -107,6 +107,7 @@ class AnsweredDataset:
             {self._columns[name]: (self._limit_key(name), self._limit(name)) for name in self._tokens},
             truncation=truncation,
             filter_overlong=filter_overlong,
+            filter_key="data.filter_overlong",
         )
 
     def __len__(self) -> int:

@@ -67,9 +67,9 @@ class RLHFDataset:
     messages; a plain string becomes one user message) with ``raw_tools`` of data with tools, and
     ``raw_prompt_ids`` (list of ints: the text alone, without chat template and special tokens).
 
-    Prompts over ``max_prompt_length`` tokens are dropped with a warning, or, with
-    ``filter_overlong_prompts=False``, handled by ``truncation``: ``error``, or keep the last tokens
-    (``left``), the first (``right``), or the first half and the last (``middle``).
+    Prompts over ``max_prompt_length`` tokens are handled by ``truncation``: ``error``, or keep the last
+    tokens (``left``), the first (``right``), or the first half and the last (``middle``). With
+    ``filter_overlong_prompts`` they are dropped with a warning.
 
     ``answer_key`` names a column whose values become the ground truths, in a column ``reward_model``;
     ``data_source`` is that of files without the column ``reward_fn_key``. ``how`` is the treatment of
@@ -91,7 +91,7 @@ class RLHFDataset:
         prompt_key: str = "prompt",
         max_prompt_length: int,
         truncation: str = "error",
-        filter_overlong_prompts: bool = True,
+        filter_overlong_prompts: bool = False,
         return_raw_chat: bool = False,
         return_raw_input_ids: bool = False,
         reward_fn_key: str = "data_source",
@@ -134,6 +134,7 @@ class RLHFDataset:
             {prompt_key: (_PROMPT_LIMIT, max_prompt_length)},
             truncation=truncation,
             filter_overlong=filter_overlong_prompts,
+            filter_key="data.filter_overlong_prompts",
         )
 
     def __len__(self) -> int:
@@ -189,17 +190,25 @@ def usable_rows(
     *,
     truncation: str,
     filter_overlong: bool,
+    filter_key: str,
 ) -> np.ndarray:
     """Return the numbers of the rows to serve, int64.
 
-    ``tokens`` and ``limits`` (configuration key, tokens) are by column. With ``filter_overlong``, rows beyond
-    a limit are dropped with a warning; otherwise all rows are served, unless ``truncation`` is ``error``.
+    ``tokens`` and ``limits`` (configuration key, tokens) are by column. With ``filter_overlong``, of the key
+    ``filter_key``, rows beyond a limit are dropped with a warning; otherwise all rows are served, unless
+    ``truncation`` is ``error``.
 
     Raises :class:`DataError` for the first overlong row, or when no row is left.
     """
     fits = {column: found.lengths <= limits[column][1] for column, found in tokens.items()}
     kept = np.flatnonzero(np.logical_and.reduce(list(fits.values())))
     n_rows, n_overlong, files = len(table), len(table) - len(kept), ", ".join(table.files)
+    longest: dict[str, int] = {}
+    for column, fit in fits.items():
+        if not fit.all():
+            key = limits[column][0]
+            longest[key] = max(longest.get(key, 0), int(tokens[column].lengths.max()))
+    whole = " ".join(f"{key}={length}" for key, length in longest.items())
     if not filter_overlong:
         if truncation != "error" or not n_overlong:
             return np.arange(n_rows)
@@ -208,13 +217,17 @@ def usable_rows(
         raise table.error(
             row,
             column,
-            f"{tokens[column].lengths[row]} tokens, {key} is {limit} ({n_overlong} of {n_rows} rows are too "
-            "long): raise the limit, or set data.truncation or the filter of overlong rows",
+            f"{tokens[column].lengths[row]} tokens, {key} is {limit}; {n_overlong} of {n_rows} rows are too "
+            f"long. Keep all with {whole}, the longest, or drop the {n_overlong} with {filter_key}=True "
+            "(data.truncation cuts prompts)",
         )
     named = " or ".join(dict.fromkeys(f"{key}={limit}" for key, limit in limits.values()))
     if len(kept) == 0:
         shortest = min(int(found.lengths.min()) for found in tokens.values())
-        raise DataError(f"{files}: all {n_rows} rows are longer than {named} (shortest: {shortest} tokens)")
+        raise DataError(
+            f"{files}: all {n_rows} rows are longer than {named} (shortest: {shortest} tokens); keep all "
+            f"with {whole}"
+        )
     if n_overlong:
         logger.warning("%s: dropped %d of %d rows, longer than %s tokens", files, n_overlong, n_rows, named)
     return kept

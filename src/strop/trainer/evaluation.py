@@ -149,7 +149,6 @@ def settings(
             "val_batch_size": batch_size,
             "max_prompt_length": max_prompt_length,
             "max_response_length": max_response_length,
-            "filter_overlong_prompts": False,  # without its longest prompts it would be another evaluation
             "val_max_samples": limit,
         },
         "reward_model.val_num_examine": 0,

@@ -99,6 +99,6 @@ class DataConfig(RowsConfig):
     return_raw_chat: Annotated[bool, MAY_CHANGE]
     """Also put the prompt's chat messages, as in the file, into the batch."""
     truncation: Annotated[Literal["error", "left", "right", "middle"], MAY_CHANGE]
-    """Treatment of a prompt over max_prompt_length that was not filtered: stop, or cut it on that side."""
+    """Treatment of a prompt over max_prompt_length that is not dropped: stop, or cut it on that side."""
     filter_overlong_prompts: Annotated[bool, MAY_CHANGE]
-    """Drop prompts over max_prompt_length when the files are read, and log how many."""
+    """Drop prompts over max_prompt_length, and log how many; False: as data.truncation says."""

@@ -36,7 +36,7 @@ class AnsweredDataConfig(RowsConfig):
     truncation: Annotated[Literal["error", "left", "right", "middle"], MAY_CHANGE]
     """Treatment of rows that are too long: stop, or cut the prompt on that side; answers lose their end."""
     filter_overlong: Annotated[bool, MAY_CHANGE]
-    """Drop rows with a prompt or an answer over its limit when the files are read, and log how many."""
+    """Drop rows with a prompt or an answer over its limit, and log how many; False: see data.truncation."""
 
 
 class SftDataConfig(AnsweredDataConfig):
