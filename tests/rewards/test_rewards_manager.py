@@ -336,3 +336,13 @@ def test_options_of_built_in_scorers_exclude_a_custom_function(make: Make):
         make(lambda **sample: 1.0, scorer_kwargs={"openai/gsm8k": {}})
     with pytest.raises(ConfigError, match=naming("<lambda>")):
         make(lambda text, /: 1.0)
+
+
+def test_a_sample_without_a_score_is_left_out_and_counted(make: Make, batch_of: Batch):
+    output = make(lambda solution_str, **rest: {"score": None if solution_str == "bad" else 1.0})(
+        batch_of(["good", "bad", "good"], ["3"] * 3)
+    )
+    assert output.errors == ["", "", ""]
+    assert output.parts["rule"].nan_to_num(-9.0).tolist() == [1.0, -9.0, 1.0]
+    assert output.metrics["reward/rule/mean"] == 1.0
+    assert output.metrics["reward/left_out"] == 1.0

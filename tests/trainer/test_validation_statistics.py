@@ -181,3 +181,19 @@ def test_a_model_that_was_better_before_is_named_with_its_checkpoint_or_how_to_k
     assert mentions(start.if_later_ones_are_worse(tmp_path), "step 0", "the model that training began with")
     (tmp_path / "global_step_4").mkdir()
     assert str(tmp_path / "global_step_4") in resumed.if_later_ones_are_worse(tmp_path)
+
+
+def test_prompts_that_nothing_judges_are_not_in_the_mean():
+    samples = pa.table(
+        {
+            "data_source": ["math"] * 4,
+            "score": [1.0, 0.0, 0.0, 0.0],
+            "reward/rule": [1.0, 0.0, None, None],
+            "reward_failed": [False] * 4,
+            "response": [""] * 4,
+            "response_ids": [[1]] * 4,
+            "truncated": [False] * 4,
+        }
+    )
+    found = make_report(samples, n=2, extractor_of=lambda source: None, seed=0).sources["math"]
+    assert (found.prompts, found.scores["mean@2"].value) == (1, 0.5)

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +321,7 @@ def _first(row: Mapping[str, Any], candidates: Iterable[str], option: str) -> st
     )
 
 
-def _scores(samples: Iterable[Sample], outcomes: Iterable[Outcome]) -> Table:
+def _scores(samples: Iterable[Sample], outcomes: Sequence[Outcome]) -> Table:
     """Return the table of answers, mean score and errors by data source."""
     by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
     for sample, outcome in zip(samples, outcomes, strict=True):
@@ -331,4 +331,6 @@ def _scores(samples: Iterable[Sample], outcomes: Iterable[Outcome]) -> Table:
         scores = [outcome.score for outcome in found if not outcome.error and outcome.score is not None]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
         rows.append((source, len(found), mean, sum(bool(outcome.error) for outcome in found)))
-    return table("Scores", ("data source", "answers", "mean score", "errors"), rows)
+    left_out = sum(not outcome.error and outcome.score is None for outcome in outcomes)
+    title = f"Scores ({left_out} answers left out: no scorer can judge them)" if left_out else "Scores"
+    return table(title, ("data source", "answers", "mean score", "errors"), rows)

@@ -321,6 +321,7 @@ def score_metrics(
     """Return the metrics of a batch's scores, by part and by data source.
 
     ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions or a model scored;
+    ``reward/left_out``, if there are any: samples for which nothing returned a number;
     ``reward/<part>/mean``: over the samples that have the part, before its weight;
     ``reward/score/<source>/mean``: over the samples of a data source;
     ``reward/added/<source>/<part>``: the contribution to the mean score of the batch. These sum to it.
@@ -331,9 +332,14 @@ def score_metrics(
     n_scored = sum(
         outcome is not None or bool(by_model) for outcome, by_model in zip(outcomes, by_model_B, strict=True)
     )
+    left_out = sum(
+        outcome is not None and not (outcome.error or outcome.parts or by_model) and outcome.score is None
+        for outcome, by_model in zip(outcomes, by_model_B, strict=True)
+    )
     return {
         "reward/error_rate": errors / max(n_scored, 1),
         "reward/errors": float(errors),
+        **({"reward/left_out": float(left_out)} if left_out else {}),
         "reward/timeouts": float(sum(outcome.status == "timeout" for outcome in asked)),
         **{f"reward/{name}/mean": values.nanmean().item() for name, values in parts.items()},
         **_by_source(sources, contributions),

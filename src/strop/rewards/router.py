@@ -56,7 +56,8 @@ class BuiltInScorer:
         # No other scorer counts tokens, or reads what the prompt wrote.
         further = {"length": {"n_tokens": n_response_tokens}, "format": {"response_prefix": response_prefix}}
         known = further.get(self._name, {})
-        return load_backend(SCORERS[self._name])(solution_str, ground_truth, **known, **self._options)
+        score = load_backend(SCORERS[self._name])(solution_str, ground_truth, **known, **self._options)
+        return {"score": None} if score is None else score
 
     def require_ready(self, deadline_s: float) -> None:
         """Raise ``ConfigError`` if it cannot work here, or not within a sample's deadline."""

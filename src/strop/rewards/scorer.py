@@ -193,7 +193,10 @@ def _combined(found: Mapping[str, Outcome | None]) -> Outcome:
 
 
 def outcome_of(result: Any) -> Outcome:
-    """Convert a returned number, or a mapping with a number as "score" and further values (``recorded``)."""
+    """Convert a returned number, or a mapping with a number as "score" and further values (``recorded``).
+
+    None as "score" leaves the sample out; None alone is an error, as of a function without ``return``.
+    """
     if not isinstance(result, Mapping):
         return Outcome("scored", _number(result, "the score"))
     if "score" not in result:
@@ -205,7 +208,8 @@ def outcome_of(result: Any) -> Outcome:
         raise ValueError(
             f"the returned dict names a part {taken[0]!r}, which is reserved; choose another name"
         )
-    return Outcome("scored", _number(result["score"], "the score"), parts)
+    score = None if result["score"] is None else _number(result["score"], "the score")
+    return Outcome("scored", score, parts)
 
 
 def recorded(value: Any, name: str) -> float | str | None:

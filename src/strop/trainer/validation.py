@@ -82,15 +82,27 @@ def make_report(
 ) -> ValidationReport:
     """Return the report on ``samples``, ``n`` adjacent rows per prompt.
 
-    ``extractor_of(source)`` returns a function that extracts the answers that vote, or None. ``seed`` draws
-    the resamples of intervals and majorities. The report has ``show`` samples, of prompts spread evenly.
+    Prompts that no scorer can judge are left out. ``extractor_of(source)`` returns a function that
+    extracts the answers that vote, or None. ``seed`` draws the resamples of intervals and majorities. The
+    report has ``show`` samples, of prompts spread evenly.
     """
+    samples = _judged(samples, n)
     sources_B = samples["data_source"].to_numpy()
     sources = {
         name: _report_source(samples.filter(pa.array(sources_B == name)), n, extractor_of(name), seed=seed)
         for name in sorted(set(sources_B))
     }
     return ValidationReport(n, sources, _shown(samples, n, show))
+
+
+def _judged(samples: pa.Table, n: int) -> pa.Table:
+    """Return the prompts with a part of a score, or an error; all if none has one."""
+    parts = [samples[name] for name in samples.column_names if name.startswith("reward/")]
+    if not parts or "reward_failed" not in samples.column_names:
+        return samples
+    is_judged_B = samples["reward_failed"].to_numpy() | np.any([part.is_valid() for part in parts], axis=0)
+    is_judged_B = is_judged_B.reshape(-1, n).any(axis=1).repeat(n)
+    return samples.filter(pa.array(is_judged_B)) if is_judged_B.any() else samples
 
 
 def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed: int) -> SourceReport:

@@ -1,30 +1,43 @@
 r"""MATH (Hendrycks et al. 2021): the answer in the last ``\boxed{...}``.
 
 ``compute_score`` compares normal forms (:mod:`strop.rewards.score.normal_form`): 0.5, 2/4 and \dfrac12 are
-one answer, x+1 and 1+x are two. With ``method="math-verify"`` the package of that name also compares values.
+one answer, x+1 and 1+x are two. With ``method="math-verify"`` values are compared as well
+(:mod:`strop.rewards.score.value`), with the packages that math-verify installs.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Literal
 
 from strop.errors import MissingExtraError
-from strop.rewards.score.normal_form import closing_brace, normalize_answer
+from strop.rewards.score.normal_form import MAX_LENGTH, closing_brace, normalize_answer
+from strop.rewards.score.value import same_value
 
 Method = Literal["hendrycks", "math-verify"]
 
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_CONJUNCTIONS = frozenset(["or", "and"])
+_LETTER = re.compile(r"\W*([a-zA-Z])\s*=(?:[^=a-zA-Z\\]|\\[a-zA-Z]+)*")
+_UNITS = """
+    mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inches,
+    ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, s sec second, min minute, h hr hour,
+    day, week, month, year, ml milliliter, l liter litre, cent, dollar
+"""
+_MEASURES = {word: number for number, words in enumerate(_UNITS.split(",")) for word in words.split()}
+_MEASURE = re.compile(rf".*[0-9][^a-zA-Z]*(?:\\[a-z]+\{{)?[ ~]*({'|'.join(_MEASURES)})s?(?![a-zA-Z]).*")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])[ ]*")
 
 
 def compute_score(
     solution_str: str, ground_truth: str | int | float, *, method: Method = "hendrycks", score: float = 1.0
-) -> float:
+) -> float | None:
     r"""Return ``score`` if the last boxed answer of the response is the ground truth, else 0.
 
+    Return None, for every response, if the ground truth is a sentence: another wording cannot be judged.
     The ground truth may be the answer or a whole worked solution with a ``\boxed{...}``. A response whose
-    last box is not closed (cut at the length limit) or holds another box has no answer.
+    last box is not closed (cut at the length limit) or holds another box has no answer. An answer with
+    another variable or common unit (``y = 5`` for ``x = 5``, ``5 m`` for ``5 cm``) scores 0.
 
     Raises:
         ValueError: an unknown ``method``, or a ground truth without an answer.
@@ -37,8 +50,10 @@ def compute_score(
         _require_math_verify()
         judges.append(same_value)
     expected = _expected_answer(ground_truth)
+    if len(set(_WORD.findall(expected)) - _CONJUNCTIONS) > 3 and not normalize_answer(expected)[:1].isdigit():
+        return None
     found = last_boxed(solution_str)
-    if found is None:
+    if found is None or _another(_LETTER, found, expected) or _another(_MEASURE, found, expected):
         return 0.0
     return score if any(judge(found, expected) for judge in judges) else 0.0
 
@@ -79,53 +94,12 @@ def same_answer(found: str, expected: str) -> bool:
     )
 
 
-def same_value(found: str, expected: str) -> bool:
-    r"""Return True if both answers have the same structure, and equal values in each of its places.
-
-    Places are separated by commas, brackets, relations, ``&`` and ``\cup``, so that ``math-verify`` compares
-    single expressions: of anything else it may read a part and ignore the rest. A place that is a number in
-    ``expected`` must be that number: ``2+2`` is not an answer for 4.
-
-    The comparison may run for very long: the package's time-outs (by a signal, with an unfinished comparison
-    counted as wrong) are off, because every scorer runs under a deadline.
-    """
-    places, expected_places = _places(found), _places(expected)
-    return len(places) == len(expected_places) and all(
-        one == other or _same_expression(one, other)
-        for one, other in zip(places, expected_places, strict=True)
-    )
-
-
-_STRUCTURE = re.compile(
-    r"(,|[\[\]=<>:;|&]|\\[{}\\]|\\(?:cup|cap|in|n?[lg]e|ne)(?![a-zA-Z])|\\(?:begin|end)\{[a-z]*\})"
-)
-
-_EXPRESSION = re.compile(
-    r"(?:[0-9+\-*/^(){} ]|(?<![a-zA-Z])(?!or)[a-zA-Z]{1,2}(?![a-zA-Z])"
-    r"|\\(?:frac|sqrt|pi|alpha|beta|theta|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln)(?![a-zA-Z]))+"
-)
-
-_NUMBER = re.compile(r"-?(?:[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})")
-
-
-def _places(answer: str) -> list[str]:
-    """Split a normal form into expressions and what is between them; brackets of tuples are between."""
-    places = []
-    for piece in map(str.strip, _STRUCTURE.split(normalize_answer(answer))):
-        unclosed = piece.count("(") - piece.count(")")
-        places += [piece[:unclosed], piece[unclosed:]] if unclosed else [piece]
-    return places
-
-
-def _same_expression(found: str, expected: str) -> bool:
-    from math_verify import parse, verify
-
-    if _NUMBER.fullmatch(expected) or not all(map(_EXPRESSION.fullmatch, (found, expected))):
+def _another(pattern: re.Pattern[str], found: str, expected: str) -> bool:
+    """Return True if both have a variable (or a common unit), and another one: ``y = 5`` for ``x = 5``."""
+    if max(len(found), len(expected)) > MAX_LENGTH:
         return False
-    gold, target = (
-        parse(f"\\boxed{{{text}}}".replace("*", r"\cdot "), parsing_timeout=0) for text in (expected, found)
-    )
-    return verify(gold, target, timeout_seconds=None)
+    names = [match[1] for match in map(pattern.fullmatch, (found, expected)) if match]
+    return len(names) == 2 and len({_MEASURES.get(name, name) for name in names}) == 2
 
 
 def _require_math_verify() -> None:
@@ -133,7 +107,6 @@ def _require_math_verify() -> None:
         import math_verify  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("math-verify", "math", "the scoring method 'math-verify'") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning about disabled time-outs
 
 
 def _expected_answer(ground_truth: str | int | float) -> str:

@@ -8,7 +8,7 @@ is computed: ``2+3`` is not 5. Words that are no unit stay, so that ``2\text{ or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 from strop.rewards.score.phrases import is_unit
@@ -16,17 +16,18 @@ from strop.rewards.score.phrases import is_unit
 MAX_LENGTH = 400
 """A longer answer is its own normal form. (In MATH the longest has 81 characters.)"""
 
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BRACE = re.compile(r"\\.|[{}()]", re.DOTALL)
+_CLOSING = {"{": "}", "(": ")"}
 
 
-def closing_brace(text: str, start: int = 0) -> int | None:
-    r"""Return the position of the brace that closes the one at ``start``, or None if it stays open.
+def closing_brace(text: str, start: int = 0, opening: str = "{") -> int | None:
+    r"""Return the position of the brace or bracket that closes the one at ``start``; None if it stays open.
 
     ``\{`` and ``\}`` are characters, not braces.
     """
     depth = 0
     for found in _BRACE.finditer(text, start):
-        depth += (found[0] == "{") - (found[0] == "}")
+        depth += (found[0] == opening) - (found[0] == _CLOSING[opening])
         if depth == 0:
             return found.start()
     return None
@@ -41,6 +42,10 @@ _UNICODE = str.maketrans(
         "√": r"\sqrt ",
         "·": r"\cdot ",
         "×": r"\times ",
+        "÷": "/",
+        "²": "^2",
+        "³": "^3",
+        "½": r"\frac12",
         "≤": r"\le ",
         "≥": r"\ge ",
         "≠": r"\ne ",
@@ -52,6 +57,27 @@ _UNICODE = str.maketrans(
 )
 
 _UNICODE_ROOT = re.compile("√([0-9]+)")
+
+
+def _repeating(decimal: re.Match[str]) -> str:
+    r"""Return ``0.1\overline{6}`` as a fraction."""
+    whole, fixed, period = decimal.groups()
+    nines = 10 ** len(period) - 1
+    value = Fraction(int(whole + fixed or 0) * nines + int(period), nines * 10 ** len(fixed))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+_SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\A(\*\*|`)([^*`]+)\1\Z"), r"\2"),  # Markdown
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\exp(?![a-zA-Z])|(?<![a-zA-Z\\])exp(?=\s*\()"), " e^"),
+    (re.compile(r"(?<![a-zA-Z\\])(sqrt(?=\s*[({])|pi(?![a-zA-Z]))"), r"\\\1"),
+    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?", re.ASCII), _repeating),
+)
 
 _TEXT = (
     r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|boldsymbol|operatorname)"
@@ -109,6 +135,8 @@ _ALL_DIGITS = re.compile(r"\s*(\\[a-zA-Z]+|\\.|[0-9]+|.)", re.DOTALL)
 _SYNONYMS = {
     r"\leq": r"\le",
     r"\geq": r"\ge",
+    r"\leqslant": r"\le",
+    r"\geqslant": r"\ge",
     r"\neq": r"\ne",
     r"\lbrace": r"\{",
     r"\rbrace": r"\}",
@@ -122,12 +150,18 @@ _SYNONYMS = {
 _OPENING = frozenset(["(", "[", "{", r"\{", ",", "&", r"\\", "=", r"\in"])
 _OPEN, _CLOSE = frozenset(["(", "[", "{", r"\{"]), frozenset([")", "]", "}", r"\}"])
 _SIGNS = frozenset(["+", "-", r"\pm"])
-_EDGES = _OPENING | _CLOSE | _SIGNS | {r"\cup", r"\end{pmatrix}", r"\begin{pmatrix}"}
+_EDGES = (
+    _OPENING
+    | _CLOSE
+    | _SIGNS
+    | {r"\lfloor", r"\rfloor", r"\lceil", r"\rceil"}
+    | {r"\cup", r"\end{pmatrix}", r"\begin{pmatrix}"}
+)
 _TIMES = "*"
 _FACTOR = re.compile(r"[a-zA-Z(]|\\(?!pm)[a-zA-Z]")
 
 # "x =", "AB =", "\theta =", "x_1 =", "f(x) =", "(x,y) =", "x \in"
-_NAME = re.compile(
+NAME = re.compile(
     r"(?:[a-zA-Z]{1,2}|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega))(?:_(?:.|\{[^{}]*\}))?(?:\((?:[a-zA-Z]|-?[0-9]+)\))?"
     r"|\((?:[a-z],)+[a-z]\)"
 )
@@ -136,10 +170,11 @@ Part = str | int | Fraction
 """Number or other text of an answer."""
 
 
-def normalize_answer(answer: str, *, grouped: bool = True) -> str:
+def normalize_answer(answer: str, *, grouped: bool = True, named: bool = False) -> str:
     r"""Return the normal form of an answer; it is empty if the answer is only units and signs.
 
     ``1,200`` is a number, or with ``grouped=False`` a list of two; ``1,\!200`` is always a number.
+    With ``named``, the ``x =`` of ``x = 5`` stays.
     """
     text = answer.strip()
     if len(text) > MAX_LENGTH:
@@ -152,6 +187,8 @@ def normalize_answer(answer: str, *, grouped: bool = True) -> str:
         text = text.replace(r"\\", "\\")
     else:
         text = _ARRAY.sub(r"\\begin{pmatrix}\2\\end{pmatrix}", _ROW_END.sub(r"\\\\", text))
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
     whole = _ALL_TEXT.fullmatch(text)
     if whole:
         text = whole[1].strip()
@@ -163,7 +200,7 @@ def normalize_answer(answer: str, *, grouped: bool = True) -> str:
     parts = _read(text)
     if len(parts) > 1 and parts[-1] in (".", ",", ";", ":"):
         parts.pop()
-    text = _write(_without_brackets(_without_name(parts)))
+    text = _write(_without_brackets(parts if named else _without_name(parts)))
     return text.lower() if _TITLE_CASE.fullmatch(text) else text
 
 
@@ -252,17 +289,19 @@ def _append(parts: list[Part], part: Part, *, is_fraction: bool) -> None:
         return
     if last == _TIMES and len(parts) > 1 and isinstance(part, str) and _FACTOR.match(part):
         parts.pop()  # 9*\pi is 9\pi, but 2*3 is not 23
+    elif type(last) is int and last == 1 and part == "i" and (len(parts) < 2 or parts[-2] in _EDGES):
+        parts.pop()
     parts.append(part)
 
 
 def _argument(text: str, position: int, token: re.Pattern[str]) -> tuple[str, int]:
-    """Return the argument of a TeX command, without braces ("" if there is none), and its end."""
+    """Return the argument of a TeX command, without braces or brackets ("" if there is none), and its end."""
     found = token.match(text, position)
     if found is None:
         return "", len(text)
-    if found[1] != "{":
+    if found[1] not in ("{", "("):
         return found[1], found.end()
-    end = closing_brace(text, found.start(1))
+    end = closing_brace(text, found.start(1), found[1])
     return ("", len(text)) if end is None else (text[found.end() : end], end + 1)
 
 
@@ -324,7 +363,7 @@ def _without_name(parts: list[Part]) -> list[Part]:
     for sign in ("=", r"\in"):
         if parts.count(sign) == 1 and "=" not in parts[parts.index(sign) + 1 :]:
             name = "".join(map(str, parts[: parts.index(sign)]))
-            if _NAME.fullmatch(name):
+            if NAME.fullmatch(name):
                 return parts[parts.index(sign) + 1 :]
     return parts
 
@@ -333,7 +372,7 @@ def _without_brackets(parts: list[Part]) -> list[Part]:
     """Drop brackets around everything, as in ``(2)``, ``-(2)`` and ``{2}``, but those of a tuple."""
     if parts[:2] == ["-", "("] and parts[3:] == [")"] and _is_number(parts[2:3]):
         return ["-", parts[2]]
-    closing = {"(": ")", "{": "}"}.get(str(parts[0])) if len(parts) > 2 else None
+    closing = _CLOSING.get(str(parts[0])) if len(parts) > 2 else None
     if closing is None or parts[-1] != closing:
         return parts
     depth = 0
