@@ -279,6 +279,9 @@ def test_answers_that_were_cut_get_no_end_token(tokenizer, tmp_path, caplog):
     assert [len(pair["chosen"]) for pair in found] == [6, 6]
     assert [pair["chosen"][-1].item() == end for pair in found] == [False, False]
     assert [pair["rejected"].tolist()[1:] for pair in found] == [[end], []]
+    unknown = [{**pair, "chosen_truncated": None, "chosen": "12"} for pair in rows]
+    found = AnsweredDataset(write_rows(tmp_path / "unknown.parquet", unknown), tokenizer, **options)
+    assert all(pair["chosen"][-1].item() == end for pair in found)
     words = [{**pair, "chosen_truncated": "yes"} for pair in rows]
     with pytest.raises(
         DataError, match=naming("words.parquet", "'chosen_truncated'", "True or False", "string")

@@ -134,6 +134,8 @@ class AnsweredDataset:
         if column not in self._table.names:
             return tokens
         values = self._table.table.column(column)
+        if pa.types.is_null(values.type):
+            return tokens
         if not pa.types.is_boolean(values.type):
             raise DataError(f"{files}: column {column!r}: expected True or False, found {values.type}")
         cut = values.fill_null(False).to_numpy()

@@ -87,7 +87,7 @@ def write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> No
     model.config.save_pretrained(folder)
     save_custom_code(model, folder)
     set_dtype(folder, dtype, source.values_of(model.config))
-    if (source.folder / _GENERATION).is_file():
+    if model.can_generate() and (source.folder / _GENERATION).is_file():
         shutil.copyfile(source.folder / _GENERATION, folder / _GENERATION)
     elif model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
