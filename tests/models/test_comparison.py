@@ -201,6 +201,7 @@ def test_attention_by_flex_attention_is_compared(folders, monkeypatch):
     flex = torch.nn.attention.flex_attention
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # a CPU has gradients, from all scores
+    monkeypatch.setattr("strop.engines.torch.engine.reason_not_compiled", lambda device: "")
     options = {"packed": True, "attn_implementation": "flex_attention"}
     build(folders("Gemma2"), **options)
     attend = flex_attention.flex_attention
