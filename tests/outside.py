@@ -1,9 +1,8 @@
-"""What tests need that no Python package brings, and the packages of Debian that do."""
+"""What tests need from the machine, beyond packages of Python."""
 
 from __future__ import annotations
 
 import functools
-import shutil
 import subprocess
 
 import pytest
@@ -30,10 +29,3 @@ def why_no_sandbox() -> str:
 
 
 needs_sandbox = pytest.mark.skipif(bool(why_no_sandbox()), reason=why_no_sandbox())
-
-
-def needs_program(name: str, package: str) -> pytest.MarkDecorator:
-    """Return the mark of a test that runs the program ``name``."""
-    return pytest.mark.skipif(
-        shutil.which(name) is None, reason=f"no program {name!r} here: apt-get install {package}"
-    )
