@@ -229,6 +229,52 @@ def test_an_unreadable_file_is_named_with_the_place(name, content, parts, tmp_pa
         read_table(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "state", ["{", "{}", "[1]", '{"_data_files": 3}', '{"_data_files": [3]}', "[" * 9999]
+)
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_damaged_file_of_a_saved_data_set_is_named(state, name, tmp_path):
+    (tmp_path / name).write_text(state)
+    with pytest.raises(DataError, match=naming(str(tmp_path / name), "save_to_disk")):
+        read_table(tmp_path)
+
+
+@pytest.mark.parametrize("nested", ["[" * 800 + "]" * 800, '{"a":' * 300 + "1" + "}" * 300, "[" * 9999])
+def test_values_that_are_nested_too_deep_are_named(nested, tmp_path):
+    (tmp_path / "t.jsonl").write_text(f'{{"prompt": "x", "more": {nested}}}\n')
+    with pytest.raises(DataError, match=naming("t.jsonl")):
+        read_prompt_table(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize("header", ["prompt," + "b" * 1_200_000, ",".join(f"c{i}" for i in range(200_000))])
+def test_a_header_without_an_end_is_one_short_error(header, tmp_path):
+    for name in ("t.csv", "t.tsv"):
+        (tmp_path / name).write_text(f"{header}\nx,1\n")
+        with pytest.raises(DataError, match=naming(name, "first line")) as caught:
+            read_table(tmp_path / name)
+        assert len(str(caught.value)) < 300
+
+
+def test_a_field_of_csv_may_be_as_long_as_a_book(tmp_path):
+    (tmp_path / "t.csv").write_text(f"prompt,b\n{'x' * 3_000_000},1\ny,2\n")
+    assert read_table(tmp_path / "t.csv")["b"].to_pylist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.json.gz", "t.csv.gz", "t.tsv.gz"])
+@pytest.mark.parametrize("line", [b'{"prompt": "xxxxxxxxxx"}\n', b"x" * 25])
+def test_a_file_that_would_fill_the_memory_is_refused_on_the_way(name, line, tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.data.records._ANY_EXPANSION", 100_000)
+    with gzip.open(tmp_path / name, "wb") as handle:
+        handle.write(b"[" if ".json." in name else b"prompt\n" if ".jsonl" not in name else b"")
+        handle.write(line * 200_000)  # 5 MB of 10 kB
+    with pytest.raises(DataError, match=naming(name, "expands")):
+        read_table(tmp_path / name)
+    (row,) = [{"prompt": "x" * 50}]
+    with gzip.open(tmp_path / "u.jsonl.gz", "wt") as handle:
+        handle.write(json.dumps(row) + "\n")
+    assert read_table(tmp_path / "u.jsonl.gz").to_pylist() == [row]
+
+
 def test_a_missing_column_is_named_with_the_nearest_one(sources, tokenizer):
     for keys, parts in (
         (

@@ -137,7 +137,8 @@ def read_prompt_table(
     for name, source in zip(names, sources, strict=True):
         table = read_table(source, texts=list(keys.values()), cache_dir=cache_dir)
         with reading(name):
-            _require_names(table.schema)
+            for field in table.schema:
+                _require_names(name, field.name, [field])
         require_readable(name, table)
         if not len(table):
             raise DataError(f"{name}: the file has no rows")
@@ -357,11 +358,17 @@ def _meant(what: str, key: str, found: Sequence[str]) -> str | None:
     return nearest(key, found) or next(usual, None)
 
 
-def _require_names(fields: Iterable[pa.Field]) -> None:
-    """Raise ``UnicodeDecodeError`` for a name, also of a nested field, that is not UTF-8."""
+_DEEPEST = 100  # Python's own limit is 1,000 calls
+
+
+def _require_names(name: str, column: str, fields: Iterable[pa.Field], depth: int = 0) -> None:
+    """Raise ``UnicodeDecodeError`` for a nested name that is not UTF-8, ``DataError`` for one too deep."""
     for field in fields:
+        if depth > _DEEPEST:
+            raise DataError(f"{name}, field {column}: values are nested more than {_DEEPEST} deep")
         _ = field.name  # decodes it
-        _require_names(field.type.field(number) for number in range(field.type.num_fields))
+        nested = (field.type.field(number) for number in range(field.type.num_fields))
+        _require_names(name, column, nested, depth + 1)
 
 
 UNNAMED_SOURCE = "unnamed"

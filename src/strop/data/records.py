@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import io
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,11 +87,44 @@ def _exact(name: str, values: Sequence[Any], column: pa.Array) -> pa.Array | Non
     return None if found.count(None) == len(found) else pa.array(found, pa.string())
 
 
+_USUAL_EXPANSION, _ANY_EXPANSION = 100, 256 * 2**20
+
+
+class _Expanding(io.RawIOBase):
+    """The content of a compressed file; ``DataError`` once it is far larger than texts are."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, 0
+        self._content = gzip.open(path)  # noqa: SIM115
+        self._most = max(_USUAL_EXPANSION * path.stat().st_size, _ANY_EXPANSION)
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._content.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._content.readinto(buffer)
+        self._size += count
+        if self._size > self._most:
+            raise DataError(
+                f"{self._path}: it expands to more than {self._most / 2**20:,.0f} MiB, over "
+                f"{_USUAL_EXPANSION} times its size, and may fill the memory; if it is right, unpack it first"
+            )
+        return count
+
+
+def open_data(path: Path) -> io.BufferedReader:
+    """Open a data file to read its bytes, which may be compressed."""
+    return io.BufferedReader(_Expanding(path), 2**20) if path.name.endswith(".gz") else path.open("rb")
+
+
 def json_records(name: str, path: Path) -> Iterator[Located]:
     """Yield the records of JSON lines, or of one JSON list in a file of another name."""
-    with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
-        beginning = lines.read(1024).removeprefix(b"\xef\xbb\xbf")  # editors on Windows write a mark
-        lines.seek(0)
+    with open_data(path) as lines:
+        beginning = lines.peek(1024).removeprefix(b"\xef\xbb\xbf")  # editors on Windows write a mark
         if ".jsonl" not in path.name and beginning.lstrip().startswith(b"["):
             yield from _json_list(name, lines.read())
             return
@@ -120,14 +154,15 @@ def _json_list(name: str, data: bytes) -> Iterator[Located]:
 def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Collection[str]) -> pa.Table:
     """Return records as a table; ``records`` is called again for columns with values of several types."""
     wanted = _tree([*((text,) for text in texts), *(tuple(text.split(".")) for text in texts)])
-    try:
-        return _joined(_tables(name, records(), wanted))
-    except (pa.ArrowException, OverflowError) as error:
-        mixed, as_json = _mixed(name, records())
-        if not (mixed or as_json):
-            raise DataError(f"{name}: the rows have values that do not fit together: {error}") from error
-        answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))
-        return _joined(_tables(name, records(), _tree(mixed, wanted, as_json), answers))
+    with raised_as(DataError, f"{name}: values are nested too deep", RecursionError):
+        try:
+            return _joined(_tables(name, records(), wanted))
+        except (pa.ArrowException, OverflowError) as error:
+            mixed, as_json = _mixed(name, records())
+            if not (mixed or as_json):
+                raise DataError(f"{name}: the rows have values that do not fit together: {error}") from error
+            answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))
+            return _joined(_tables(name, records(), _tree(mixed, wanted, as_json), answers))
 
 
 def table_of(name: str, rows: Sequence[Any], texts: Collection[str] = ()) -> pa.Table:

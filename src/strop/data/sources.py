@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import importlib
 import io
 import json
@@ -28,7 +27,7 @@ import xxhash
 
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, with_split
 from strop.data.fetch import local_path
-from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of, to_rows
+from strop.data.records import CHUNK_ROWS, json_records, open_data, records_table, table_of, to_rows
 from strop.errors import DataError, MissingExtraError, raised_as
 from strop.manifest import require_below
 
@@ -217,7 +216,7 @@ def require_readable(name: str, table: pa.Table, *, first_row: int = 0) -> None:
 
 def reading(name: str) -> AbstractContextManager[None]:
     """Turn read errors of the body into a :class:`DataError` about the source ``name``."""
-    types = (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError)
+    types = (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError, RecursionError)
     return raised_as(DataError, f"{name}: cannot be read", *types)
 
 
@@ -235,7 +234,7 @@ def _reading_text(name: str, path: Path) -> Generator[None]:
 def _other_encoding(path: Path) -> str:
     """Return where a file of texts is not UTF-8, and how to convert it; "" if it is."""
     convert = "save it as UTF-8, or convert it: iconv -f {} -t UTF-8 OLD > NEW"
-    with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
+    with open_data(path) as lines:
         for number, line in enumerate(lines, 1):
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 return f": the text is UTF-16, expected UTF-8; {convert.format('UTF-16')}"
@@ -291,7 +290,15 @@ def _suffix(path: Path) -> str:
 def saved_splits(folder: Path) -> list[str]:
     """Return the splits in a folder of ``datasets.DatasetDict.save_to_disk``; none of any other folder."""
     file = folder / "dataset_dict.json"
-    return json.loads(file.read_text())["splits"] if file.is_file() else []
+    if not file.is_file():
+        return []
+    with _reading_state(file):
+        return [str(split) for split in json.loads(file.read_text())["splits"]]
+
+
+def _reading_state(file: Path) -> AbstractContextManager[None]:
+    damaged = (OSError, ValueError, LookupError, TypeError, RecursionError)
+    return raised_as(DataError, f"{file}: not as `save_to_disk` writes it; save the data set again", *damaged)
 
 
 def _saved_table(folder: Path) -> pa.Table:
@@ -306,19 +313,21 @@ def _saved_table(folder: Path) -> pa.Table:
             f"`save_to_disk` of the package datasets. Else name its files, which may be a list"
         )
     state = folder / "state.json"
-    files = [file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+    with _reading_state(state):
+        files = [str(file["filename"]) for file in json.loads(state.read_text())["_data_files"]]
     paths = [str(folder / require_below(file, str(state), DataError)) for file in files]
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(path)).read_all() for path in paths])
 
 
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
     """Return a CSV file with types inferred by pyarrow, but dates as text; an empty number is null."""
-    delimiter = "\t" if _suffix(path) == "tsv" else _delimiter(path)
+    delimiter = _delimiter(name, path)
 
     def read(text_columns: Iterable[str]) -> pa.Table:
         return pyarrow.csv.read_csv(
-            path,
-            read_options=pyarrow.csv.ReadOptions(use_threads=False),  # else errors have no row number
+            open_data(path) if path.name.endswith(".gz") else path,
+            # without threads, errors have a row number; a row must fit into a block
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW),
             # a quoted text may span lines, as solutions do
             parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
@@ -338,11 +347,21 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
     return table
 
 
-def _delimiter(path: Path) -> str:
+_LONGEST_ROW, _LONGEST_HEADER = 64 * 2**20, 100_000
+"""In bytes; the latter is below the csv module's limit of a field."""
+
+
+def _delimiter(name: str, path: Path) -> str:
     """Return what separates the names in the header: a comma, else the semicolon or tab of spreadsheets."""
-    open_text = gzip.open if path.name.endswith(".gz") else open
-    with open_text(path, "rt", errors="replace") as lines:
-        header = lines.readline(100_000)  # below the csv module's limit of a field
+    with open_data(path) as lines:
+        header = lines.readline(_LONGEST_HEADER).decode(errors="replace")
+    if len(header) >= _LONGEST_HEADER:
+        raise DataError(
+            f"{name}: its first line, expected the names of the columns, has over {_LONGEST_HEADER:,} "
+            "characters"
+        )
+    if _suffix(path) == "tsv":
+        return "\t"
     columns = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in ",;\t"}
     return "," if columns[","] > 1 else max(columns, key=columns.__getitem__)
 
