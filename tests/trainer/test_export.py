@@ -134,7 +134,9 @@ def source(tmp_path):
 
 
 def load_engine(folder: Path, **options) -> tuple[TorchEngine, Any]:
-    module = PolicyModel(load_causal_lm(folder, **options))
+    model = load_causal_lm(folder, **options)
+    model.register_buffer("places", torch.arange(3))
+    module = PolicyModel(model)
     return TorchEngine(module, device=torch.device("cpu"), optimizer=SETTINGS), load_tokenizer(folder)
 
 
@@ -146,14 +148,17 @@ def test_an_export_has_the_values_of_its_source(source, tmp_path):
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         assert json.loads(after[name]) == json.loads(before[name])
     assert after["tokenizer.json"] == before["tokenizer.json"]
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(source / "model.safetensors"), BF16)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.pop("places").dtype == torch.int64
+    assert_equal(found, load_file(source / "model.safetensors"), BF16)
     # what is set on purpose counts; float32 where it is asked for
     engine, tokenizer = load_engine(source, override_config={"max_position_embeddings": 99})
     engine.export(tmp_path / "other", tokenizer, dtype=torch.float32)
     config = json.loads((tmp_path / "other/config.json").read_text())
     expected = json.loads(before["config.json"]) | {"max_position_embeddings": 99, "torch_dtype": "float32"}
     assert config == expected
-    assert {w.dtype for w in load_file(tmp_path / "other/model.safetensors").values()} == {torch.float32}
+    dtypes = {w.dtype for w in load_file(tmp_path / "other/model.safetensors").values()}
+    assert dtypes == {torch.float32, torch.int64}
 
 
 def folder_content(folder: Path) -> dict[str, bytes]:
@@ -175,6 +180,7 @@ def test_a_checkpoint_exports_the_dtype_of_its_source_and_keeps_its_float32(sour
         for dtype in (None, "float32")
     }
     trained = dict(engine.named_weights())
+    assert [found.pop("places").dtype for found in weights.values()] == [torch.int64, torch.int64]
     assert_equal(weights["float32"], trained)
     assert_equal(weights[None], trained, BF16)
     config = json.loads((tmp_path / "None" / "config.json").read_text())
@@ -187,7 +193,9 @@ def test_a_folder_without_a_dtype_has_that_of_its_weights(source, tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     engine, tokenizer = load_engine(source)
     engine.export(tmp_path / "out", tokenizer)
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(source / "model.safetensors"), BF16)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.pop("places").dtype == torch.int64
+    assert_equal(found, load_file(source / "model.safetensors"), BF16)
 
 
 def test_there_is_nothing_to_merge_in_a_model(saved, tmp_path):

@@ -115,7 +115,7 @@ def write_model(
 
 def _in(dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, weight in weights:
-        yield name, weight.to(dtype)
+        yield name, weight.to(dtype) if weight.is_floating_point() else weight
         del weight  # free it before the next one is gathered
 
 
@@ -161,7 +161,10 @@ def export_from_shards(
         )
     dtype = dtype or dtype_of(out)
     set_dtype(out, dtype)
-    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, _) in shapes.items()}
+    sizes = {
+        name: prod(shape) * (dtype if stored.is_floating_point else stored).itemsize
+        for name, (shape, stored) in shapes.items()
+    }
     write_weights(out, _in(dtype, _read(state_folder, shapes)), sizes, max_bytes)
 
 
