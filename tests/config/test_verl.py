@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.config.checks.check import check
-from strop.config.checks.keys import changed_from_verl
+from strop.config.checks.keys import changed_from_verl, sizes_in_verl
 from strop.config.keys import all_keys, value_at
 from strop.config.load import load_config
 from strop.config.trees import PPO
@@ -288,3 +288,21 @@ def test_unwritten_keys_that_mean_something_else_than_in_verl_are_listed():
     assert "megatron" not in old[-1]
     assert mentions(old[0], KL, "0.001 in verl 0.3.0.post1", "0.005")
     assert not any("entropy_coeff" in line for line in old)
+
+
+def test_unwritten_sizes_are_those_of_the_version_of_verl(monkeypatch, valid):
+    """A script of 0.3.0.post1 writes the size of its reward model, and leaves 4 to the others."""
+    monkeypatch.setattr("strop.config.backends.importlib.util.find_spec", lambda name: object())
+    size, version = "megatron.tensor_model_parallel_size", "0.3.0.post1"
+    script = [*valid, "reward_model.enable=True", "reward_model.model.path=m", f"reward_model.{size}=4"]
+    script += ["trainer.n_gpus_per_node=8", "trainer.device=cuda", f"{ACTOR}.ppo_mini_batch_size=8"]
+    config = load_config([*script, "data.train_batch_size=8"], config_name="ppo_megatron_trainer")
+    assert any(mentions(line, "reward_model.megatron", "(4, 1") for line in check(config).errors)
+    sizes = sizes_in_verl(config, version)
+    assert sizes == [f"{place}.{size}=4" for place in (ACTOR, "actor_rollout_ref.ref", "critic")]
+    config = load_config([*sizes, *script, "data.train_batch_size=8"], config_name="ppo_megatron_trainer")
+    assert check(config).errors == []
+    assert sizes_in_verl(config, version) == []
+    followed = load_config([*script, f"{ACTOR}.{size}=2"], config_name="ppo_megatron_trainer")
+    assert sizes_in_verl(followed, version) == []  # the others follow what is written
+    assert sizes_in_verl(load_config(script), version) == []  # fsdp

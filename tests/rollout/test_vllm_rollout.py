@@ -260,6 +260,11 @@ def test_every_sampling_key_is_a_parameter_of_vllm():
 
 
 def test_heads_without_a_kernel_are_refused_before_the_engine_starts(tmp_path):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from strop.rollout.vllm.kind import HEAD_SIZES_ON_A_CPU
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == HEAD_SIZES_ON_A_CPU
     with pytest.raises(ModelError, match=naming("heads of 32", "8")):
         rollout_of(tiny_lm("qwen2"), tmp_path)
 

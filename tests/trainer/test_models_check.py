@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
 from strop.config.trees import SFT
 from strop.controller.pools import Role
@@ -114,3 +118,21 @@ def test_attention_that_would_drop_a_cap(inputs, refusal, caplog):
     assert refusal(capped, "algorithm.adv_estimator=grpo") == ""
     (line,) = [record.getMessage() for record in caplog.records if "eager" in record.getMessage()]
     assert mentions(line, "actor_rollout_ref.model", "attn_logit_softcapping=5.0", "sdpa")
+
+
+def test_what_only_a_gpu_computes_is_refused_before_models_load(refusal, monkeypatch):
+    monkeypatch.setattr("strop.config.backends.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "current_device", mock.Mock(side_effect=AssertionError("no CUDA")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    strategy = "actor_rollout_ref.actor.strategy=megatron"
+    assert mentions(refusal(strategy), "ConfigError", "strategy=megatron", "GPUs", "fsdp")
+    local = "trainer.worker_group=local"
+    assert mentions(refusal("trainer.device=cuda", local), "ConfigError", "trainer.device=cuda", "cpu")
+
+
+def test_heads_that_vllm_lacks_on_a_cpu_are_refused_by_the_check(inputs, tmp_path):
+    options = overrides(inputs, tmp_path, "actor_rollout_ref.rollout.name=vllm")
+    (wrong,) = [line for line in check(load_config(options)).errors if "heads of 32" in line]
+    assert mentions(wrong, "rollout.name=vllm", "16", "hf")
+    options = [*options, "trainer.device=cuda"]
+    assert not any("heads of 32" in line for line in check(load_config(options)).errors)

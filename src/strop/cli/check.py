@@ -30,7 +30,7 @@ from strop.config.batch_plan import (
     UpdatePlan,
 )
 from strop.config.checks.check import CheckResult, check
-from strop.config.checks.keys import changed_from_verl
+from strop.config.checks.keys import changed_from_verl, sizes_in_verl
 from strop.config.checks.supervised import OptimizerSteps
 from strop.config.identity import in_words, value_in
 from strop.config.keys import all_keys, value_at
@@ -91,6 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         if not hint:
             raise
         raise ConfigError(*error.problems, hint) from None
+    version = (arguments.verl or "").partition("==")[2] or versions()[-1]
+    sizes = sizes_in_verl(config, version) if arguments.verl else []
+    if sizes:
+        arguments.overrides = [*sizes, *arguments.overrides]
+        config, data, batch_in_words = load_arguments(TREES[arguments.command], arguments)
     console = Console(soft_wrap=True)
     result = check(config, train_rows=data.train_rows)
     if result.errors:  # else all is built, which finds these and more
@@ -102,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(config, SupervisedConfig) and data.train_rows and not config.trainer.val_only:
         console.print(literal(OptimizerSteps.of(config, data.train_rows)))
     if arguments.verl:
-        version = arguments.verl.partition("==")[2] or versions()[-1]
-        lines = list(changed_from_verl(config, version)) or ["no key that is not written"]
+        lines = [f"checked with the sizes of that version: write {' '.join(sizes)}"] if sizes else []
+        lines = [*lines, *changed_from_verl(config, version)] or ["no key that is not written"]
         console.print(
             Group(Text(f"other than in verl {version}:"), *(literal(f"  {line}") for line in lines))
         )

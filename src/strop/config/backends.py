@@ -106,6 +106,8 @@ class EngineKind(Kind):
     """Name of its section of keys."""
     sections: ClassVar[Mapping[str, Any]]
     """Section of the configuration that has one -> its class."""
+    needs_gpu: ClassVar[bool] = False
+    """It computes on GPUs only."""
     accumulation: ClassVar[str | None] = None
     """Its key that says whether whole gradients are kept until a step; null: chosen from the memory."""
 

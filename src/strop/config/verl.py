@@ -96,7 +96,8 @@ class OtherDefault(NamedTuple):
     there: Any
     because: str
     """Reason for verl's value, where its own key does not say it."""
-    changes_results: bool
+    kind: str
+    """``results``, ``sizes`` or ``other``: what it changes."""
 
 
 def other_defaults(version: str) -> Iterator[OtherDefault]:
@@ -107,7 +108,7 @@ def other_defaults(version: str) -> Iterator[OtherDefault]:
             because = ""
             if isinstance(there, dict):
                 there, because = there["is"], there["because"]
-            yield OtherDefault(key, there, because, kind == "results")
+            yield OtherDefault(key, there, because, kind)
 
 
 def other_meanings() -> dict[str, dict[str, str]]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.config.backends import ENGINES
 from strop.engines.micro_batches import MicroBatching
-from strop.errors import ConfigError
+from strop.errors import ConfigError, raised_as
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
 
@@ -226,6 +226,14 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def require_gpu(strategy: str) -> None:
+    """Raise ``ConfigError`` for an engine that computes on GPUs only, if torch finds none."""
+    if ENGINES[strategy].needs_gpu:
+        what = f"strategy={strategy}: it runs on GPUs only, and torch finds none"
+        with raised_as(ConfigError, what, RuntimeError, AssertionError, remedy="set strategy=fsdp"):
+            torch.cuda.current_device()
 
 
 def learning_rate_factor(

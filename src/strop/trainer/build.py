@@ -14,7 +14,7 @@ from typing import Any
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
 from strop.config.paths import is_template_file
-from strop.config.placement import Placement, runs_on_ray
+from strop.config.placement import Placement, runs_on_ray, uses_gpu
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.data import RowsConfig
@@ -30,6 +30,7 @@ from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.sources import Rows
 from strop.data.tokenize import tokenizer_fingerprint
+from strop.engines.base import pick_device, require_gpu
 from strop.errors import Attempts, DataError, ModelError, raised_as
 from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
@@ -189,6 +190,10 @@ def fetch_tokenizer(
     """
     seed_global_generators(config.trainer.seed)
     import_external_lib(model.external_lib)
+    if not uses_gpu(config):
+        require_gpu(config.strategy_of("model"))
+    if not runs_on_ray(config):
+        pick_device(config.trainer.device)  # raises for a GPU that this process lacks
     cache_dir, weights = config.data.cache_dir, weights and not runs_on_ray(config)
     require_from_hub(models=models, tokenizers=tokenizers, cache_dir=cache_dir, weights=weights)
     folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)

@@ -10,7 +10,8 @@ from strop.config.keys import Key, all_keys, value_at
 from strop.config.placement import pools_of, runs_on_ray, uses_gpu
 from strop.config.schema import RootConfig
 from strop.config.schema.base import At, Limit
-from strop.config.verl import other_defaults, other_meanings
+from strop.config.trees import tree_of
+from strop.config.verl import OtherDefault, other_defaults, other_meanings
 
 
 def check_keys(config: RootConfig) -> Iterator[Finding]:
@@ -51,14 +52,10 @@ def changed_from_verl(config: RootConfig, version: str) -> Iterator[str]:
         here = value_at(config, key)
         if here in meanings and not _applying(keys[key], at_key(keys[key], here)):
             yield f"{key}={here} is another estimate in verl; {key}={meanings[here]} is as there"
-    for key, there, because, changes_results in other_defaults(version):
+    for key, there, because, kind in _unwritten(config, version):
         here = value_at(config, key)
-        if key in (config.written or ()) or here == there:
-            continue
-        if any(_applying(keys[key], at_key(keys[key], value)) for value in (here, there)):
-            continue  # it decides nothing in this run
         here_in_words = "null" if here is None else here
-        if changes_results:
+        if kind == "results":
             why = f" ({because})" if because else ""
             yield (
                 f"{key} is not written: {there} in verl {version}{why}, {here_in_words} here; "
@@ -69,6 +66,26 @@ def changed_from_verl(config: RootConfig, version: str) -> Iterator[str]:
             other.append(f"{key}={given}")
     if other:
         yield f"speed, memory and records; as in verl {version}: {' '.join(other)}"
+
+
+def sizes_in_verl(config: RootConfig, version: str) -> list[str]:
+    """Return, as overrides, the unwritten sizes of layouts that have another default in a version of verl."""
+    tree, written = tree_of(type(config)), config.written or ()
+    return [
+        f"{key}={there}"
+        for key, there, _, kind in _unwritten(config, version)
+        if kind == "sizes" and not tree.written_for(key, written)
+    ]
+
+
+def _unwritten(config: RootConfig, version: str) -> Iterator[OtherDefault]:
+    """Yield the other defaults of a version of verl for keys that are not written and decide something."""
+    at_key, keys = _looking_at(config), all_keys(type(config))
+    for other in other_defaults(version):
+        key, here = keys[other.key], value_at(config, other.key)
+        idle = any(_applying(key, at_key(key, value)) for value in (here, other.there))
+        if other.key not in (config.written or ()) and here != other.there and not idle:
+            yield other
 
 
 def _looking_at(config: RootConfig) -> Callable[[Key, Any], At]:

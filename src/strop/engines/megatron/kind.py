@@ -22,7 +22,7 @@ class MegatronKind(EngineKind):
     """Strategy ``megatron``."""
 
     engine = "strop.engines.megatron.engine:MegatronEngine"
-    section, sections = SECTION, SECTIONS
+    section, sections, needs_gpu = SECTION, SECTIONS, True
     offers = frozenset({SECTION})
     package, distribution = "megatron", "megatron-core"
     install = "pip install 'strop[megatron]'"

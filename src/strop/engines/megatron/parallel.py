@@ -9,8 +9,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as parallel_random
 
+from strop.engines.base import require_gpu
 from strop.engines.megatron.settings import ParallelSettings
-from strop.errors import ConfigError, raised_as
+from strop.errors import ConfigError
 
 _MINUTES = 7 * 24 * 60
 """A rank may write files while its neighbour waits in a collective; the controller detects hangs."""
@@ -25,9 +26,7 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
     Raises ``ConfigError`` if another role of this process has opened others.
     """
     global _opened
-    what = "strategy=megatron: megatron-core runs on GPUs only, and torch finds none"
-    with raised_as(ConfigError, what, RuntimeError, AssertionError, remedy="set strategy=fsdp"):
-        torch.cuda.current_device()
+    require_gpu("megatron")
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         # one process without a group: a store in its memory needs no port

@@ -35,7 +35,6 @@ from vllm.distributed import get_tp_group
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.checkpoint_layout import CheckpointLayout, Waiting
@@ -45,7 +44,12 @@ from strop.protocol import DataProto
 from strop.rollout.base import PROMPT_COLUMNS, Finished, RolloutSpec, Samples, SamplingParams
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
-from strop.rollout.vllm.kind import extra_sampling, seed_per_sample
+from strop.rollout.vllm.kind import (
+    HEAD_SIZES_ON_A_CPU,
+    extra_sampling,
+    no_attention_on_a_cpu,
+    seed_per_sample,
+)
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
     drawing_from,
@@ -356,12 +360,9 @@ def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
                 f"rollout.name=vllm: vLLM computes Phi-3.5-MoE as with {_listed(computed)}, and this model "
                 f"has {_listed(other)}; set actor_rollout_ref.rollout.name=hf"
             )
-    width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
-    if device.type == "cpu" and width not in known:
-        raise ModelError(
-            f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {', '.join(map(str, known))} "
-            f"dimensions, and this model's have {width}; set actor_rollout_ref.rollout.name=hf"
-        )
+    width = head_width(model)
+    if device.type == "cpu" and width not in HEAD_SIZES_ON_A_CPU:
+        raise ModelError(no_attention_on_a_cpu(width))
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from strop.config.backends import Forecast, RolloutKind, total
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.machine import memory_for
-from strop.config.memory.facts import ModelFacts
+from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
 from strop.config.roles import Schedule
@@ -19,6 +19,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _SMALL_ON_A_CPU = 2 * 2**30
 """Bytes of weights below which hf is chosen on a CPU: vLLM starts half a minute later, and has no lead at the
 sizes that were measured: 0.5 and 0.6 of the tokens/s of hf with 0.1 and 135 million parameters."""
+HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
 _CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 _SAMPLING: dict[str, Sampling] = {
@@ -53,6 +55,9 @@ class VLLMKind(RolloutKind):
             tensor_parallel_size(config)
         except ConfigError as problem:
             yield error(str(problem))
+        facts = None if uses_gpu(config) else read_model_facts(config.actor_rollout_ref.model.path)
+        if facts is not None and (width := facts.kv_width // facts.kv_heads) not in HEAD_SIZES_ON_A_CPU:
+            yield error(no_attention_on_a_cpu(width))
         if rollout.max_num_batched_tokens < rollout.max_num_seqs:
             yield error(
                 f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
@@ -168,6 +173,15 @@ def _needs(config: Any, facts: ModelFacts) -> dict[str, int]:
         f"logits of {sequences:,} sequences": sequences * facts.vocabulary * 3 * 4,
         "the longest sequence": cache_bytes(facts, size) * length // ranks,
     }
+
+
+def no_attention_on_a_cpu(width: int) -> str:
+    """Return the error for a model whose attention heads have a ``width`` that vLLM lacks on CPUs."""
+    known = ", ".join(map(str, HEAD_SIZES_ON_A_CPU))
+    return (
+        f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {known} dimensions, and this model's "
+        f"have {width}; set {_ROLLOUT}.name=hf"
+    )
 
 
 def enforce_eager(config: Any) -> bool:
