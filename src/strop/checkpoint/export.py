@@ -29,7 +29,7 @@ from strop.models.loader import load_tokenizer
 from strop.models.lora import Adapters, LoraSettings, base_of
 from strop.models.source import set_dtype, source_of, write_config, write_tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="role of the model (actor)",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: as saved)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights, from the float32 state of a checkpoint (default: as exported by the run)",
     )
     parser.add_argument(
         "--merge",
