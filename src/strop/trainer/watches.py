@@ -97,7 +97,7 @@ class StallWatch:
     def __call__(self, metrics: Mapping[str, float]) -> str | None:
         """Count an iteration with these ``metrics``; return the warning if it is due."""
         entropy = metrics.get("objective/entropy", metrics.get("policy/entropy_avg"))
-        if self._seen is None or entropy is None or metrics["lr"] == 0:  # the critic's warm-up
+        if self._seen is None or entropy is None or metrics.get("lr") == 0:  # the critic's warm-up
             return None
         self._seen.append((metrics["critic/score/mean"], entropy))
         if len(self._seen) < _STALL:
