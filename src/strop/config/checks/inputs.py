@@ -199,10 +199,7 @@ def memory(config: Config) -> Iterator[Finding]:
 def columns_in_memory(config: RootConfig, rows: int, keys: str) -> Iterator[Finding]:
     """Require that padded columns of ``rows`` sequences fit into this machine's memory."""
     length, words = longest_row(config.data)
-    size, installed = (
-        rows * length * _BYTES_OF_A_TOKEN,
-        machine_memory(),
-    )
+    size, installed = rows * length * _BYTES_OF_A_TOKEN, machine_memory()
     if size > installed:
         yield error(
             f"{keys} sequences of {words} tokens: their columns alone take {size / 2**30:,.0f} GiB, and this "

@@ -31,7 +31,6 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         # one process without a group: a store in its memory needs no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    settings.data_parallel_place(0, dist.get_world_size())
     sizes = (settings.tensor, settings.pipeline, settings.virtual or 0, settings.expert)
     if _opened is not None and _opened[0] is dist.group.WORLD:
         if _opened[1] != sizes:

@@ -77,17 +77,7 @@ class ParallelSettings:
     def data_parallel_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return the data-parallel rank of ``rank``, and the number of copies of the model.
 
-        Raises ``ConfigError`` if a copy, or the ranks that share experts, do not divide the ranks.
+        The preflight check requires that copies, and ranks that share experts, divide the ranks.
         """
-        if world_size % self.model_size:
-            raise ConfigError(
-                f"tensor_model_parallel_size={self.tensor} x pipeline_model_parallel_size={self.pipeline} "
-                f"does not divide the {world_size} ranks"
-            )
-        if world_size % (self.expert * self.pipeline):
-            raise ConfigError(
-                f"expert_model_parallel_size={self.expert} x pipeline_model_parallel_size={self.pipeline} "
-                f"does not divide the {world_size} ranks"
-            )
         copies = world_size // self.model_size
         return rank // self.tensor % copies, copies

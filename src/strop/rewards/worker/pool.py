@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import cloudpickle
 
@@ -367,25 +368,11 @@ class RewardPool:
         ConfigError: the function cannot be pickled.
     """
 
-    def __init__(
-        self,
-        function: ScoreFunction | Scorer,
-        *,
-        num_workers: int,
-        timeout_s: float = 10.0,
-        memory_limit_mb: int | None = None,
-        max_concurrency: int = 32,
-    ) -> None:
+    def __init__(self, function: ScoreFunction | Scorer, *, num_workers: int, **limits: Any) -> None:
+        """``limits`` are the further arguments of ``RewardProcess``."""
         scorer = Scorer.of(function)
-        self._processes = [
-            RewardProcess(
-                scorer,
-                timeout_s=timeout_s,
-                memory_limit_mb=memory_limit_mb,
-                max_concurrency=max_concurrency,
-            )
-            for _ in range(1 if scorer.is_batch or scorer.is_async else num_workers)
-        ]
+        processes = 1 if scorer.is_batch or scorer.is_async else num_workers
+        self._processes = [RewardProcess(scorer, **limits) for _ in range(processes)]
 
     def start(self) -> None:
         """Start one process, to find errors early; the others start when samples wait for them.
