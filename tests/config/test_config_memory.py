@@ -185,6 +185,7 @@ def on_gpus(monkeypatch):
         monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: size)
         monkeypatch.setattr("strop.config.memory.forecast.read_model_facts", lambda path: QWEN_7B)
         monkeypatch.setattr("strop.config.checks.memory.read_model_facts", lambda path: QWEN_7B)
+        monkeypatch.setattr("strop.rollout.vllm.kind.read_model_facts", lambda path: QWEN_7B)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
         config = load_config(
             settings(

@@ -10,6 +10,7 @@ from strop.config.backends import ROLLOUTS
 from strop.config.checks import learning, processes
 from strop.config.checks.keys import check_keys
 from strop.config.load import as_config, load_config, to_yaml
+from strop.config.memory.facts import ModelFacts
 from strop.config.placement import processes_per_node, rollout_in_words, settled
 from strop.errors import ConfigError
 from strop.rollout.vllm.kind import enforce_eager, extra_sampling, seed_per_sample, tensor_parallel_size
@@ -69,6 +70,26 @@ def test_the_tensor_parallel_size_divides_the_ranks(options, size):
         assert len(findings(rules, *options)) == 1
     else:
         assert tensor_parallel_size(load_config([*VLLM, *options])) == size
+
+
+@pytest.mark.parametrize(
+    ("parameters", "memory", "size"),
+    [
+        (7_600_000_000, 80, 1),
+        (7_600_000_000, 16, 2),  # 15 GB of weights
+        (32_000_000_000, None, 2),  # of 80 GiB, where the driver has no GPU
+        (7_600_000_000, None, 1),
+        (None, 80, 1),
+    ],
+)
+def test_a_model_that_fits_on_one_gpu_is_not_divided(parameters, memory, size, monkeypatch):
+    facts = ModelFacts(parameters, 28, 3584, 152_064, 28, 4, 512, 32_768) if parameters else None
+    monkeypatch.setattr("strop.rollout.vllm.kind.read_model_facts", lambda path: facts)
+    monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: memory and memory * 2**30)
+    options = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", "trainer.worker_group=ray")
+    config = load_config([*VLLM, *options, "actor_rollout_ref.model.compute_dtype=bfloat16"])
+    assert tensor_parallel_size(config) == size
+    assert tensor_parallel_size(load_config([*VLLM, *options, f"{PARALLEL}=4"])) == 4
 
 
 MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=float32")

@@ -128,8 +128,9 @@ class VLLMRollout:
                     seed=0,
                     weight_transfer_config={"backend": IN_PROCESS},
                 )
-            except (ValueError, RuntimeError, NotImplementedError) as error:
-                raise ModelError(f"rollout.name=vllm: the engine did not start: {error}") from error
+            except (ValueError, RuntimeError, NotImplementedError, LookupError) as error:
+                reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+                raise ModelError(f"rollout.name=vllm: the engine did not start: {reason}") from error
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
         if seed_per_sample is None:
             # vLLM 0.32's newer runner draws from (seed, position) in one kernel. The older one overwrites the

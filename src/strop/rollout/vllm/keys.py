@@ -116,7 +116,7 @@ class EngineConfig(Section, resumes=MAY_CHANGE):
     ]
     """vLLM: a seed for each sample, or False: one for each call; auto: False where that is faster."""
     tensor_model_parallel_size: Annotated[PositiveInt, _HONOURED]
-    """Ranks over which vLLM spreads one copy of the model. If not set: 1 unless there are GPUs to divide."""
+    """Ranks over which vLLM spreads one copy of the model. If not set: 1 where it fits on one GPU."""
     max_num_batched_tokens: Annotated[PositiveInt, _HONOURED]
     """Most tokens in one step of vLLM."""
     max_num_seqs: Annotated[PositiveInt, _HONOURED]

@@ -21,6 +21,7 @@ _SMALL_ON_A_CPU = 2 * 2**30
 sizes that were measured: 0.5 and 0.6 of the tokens/s of hf with 0.1 and 135 million parameters."""
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
+_GPU = 80 * 2**30
 _CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 _SAMPLING: dict[str, Sampling] = {
@@ -138,7 +139,7 @@ class VLLMKind(RolloutKind):
         rollout, given = config.actor_rollout_ref.rollout, f"{_ROLLOUT}.gpu_memory_utilization"
         share = int(rollout.gpu_memory_utilization * size)
         given += f"={rollout.gpu_memory_utilization:g} is {gib(share)}"
-        parts = _needs(config, facts)
+        parts = _needs(config, facts, tensor_parallel_size(config))
         if (need := sum(parts.values())) > share:
             fixed = parts["weights"] + parts["the longest sequence"]
             yield (error if fixed > share else warning)(
@@ -160,10 +161,10 @@ class VLLMKind(RolloutKind):
         )
 
 
-def _needs(config: Any, facts: ModelFacts) -> dict[str, int]:
-    """Return the bytes that vLLM measures on a rank at its start, and those of the longest sequence."""
+def _needs(config: Any, facts: ModelFacts, ranks: int) -> dict[str, int]:
+    """Return the bytes that vLLM measures on one of an engine's ranks, and those of the longest sequence."""
     size = 4 if KIND.dtype(config) == "float32" else 2
-    rollout, ranks = config.actor_rollout_ref.rollout, tensor_parallel_size(config)
+    rollout = config.actor_rollout_ref.rollout
     length = config.data.max_prompt_length + config.data.max_response_length
     tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
     return {
@@ -207,20 +208,29 @@ def seed_per_sample(config: Any) -> bool | None:
 
 
 def tensor_parallel_size(config: Any) -> int:
-    """Return the ranks that run one engine together; a default that does not suit the ranks means 1.
+    """Return the ranks that run one engine together.
 
-    Raises ``ConfigError`` if the written size does not divide them.
+    The default means 1 where the model fits on one GPU (of 80 GiB, if its size is unknown), or where it
+    does not divide the ranks. Raises ``ConfigError`` if the written size does not divide them.
     """
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     placement = Placement.from_config(config)
     ranks = placement.ranks(placement.rollout_role)
     if not is_written(config, f"{_ROLLOUT}.tensor_model_parallel_size"):
-        return size if ranks % size == 0 and uses_gpu(config) else 1
+        return size if ranks % size == 0 and uses_gpu(config) and not _fits_one_gpu(config) else 1
     if ranks % size:
         raise ConfigError(
             f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"
         )
     return size
+
+
+def _fits_one_gpu(config: Any) -> bool:
+    facts, memory = read_model_facts(config.actor_rollout_ref.model.path), memory_for(config)
+    if facts is None:
+        return True
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization * (memory.size if memory else _GPU)
+    return sum(_needs(config, facts, 1).values()) <= share
 
 
 def sequences_of_engine(config: Any, engines: int) -> int:

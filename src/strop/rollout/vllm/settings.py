@@ -84,6 +84,9 @@ def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, An
     }
     if spec.world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
+        # vLLM's own all-reduce numbers the ranks' GPUs as one process sees them: with a process for each GPU
+        # it looks up one that is not visible.
+        arguments["disable_custom_all_reduce"] = True
     if spec.device.type == "cuda":
         arguments["enable_sleep_mode"] = rollout.free_cache_engine
     else:
