@@ -162,7 +162,12 @@ class WholeBatches:
 
 
 class VerlNames:
-    """verl's names of what ``RayPPOTrainer`` has."""
+    """verl's names of what ``RayPPOTrainer`` has.
+
+    ``actor_rollout_wg``, ``ref_policy_wg``, ``critic_wg`` and ``rm_wg`` are its groups (``WholeBatches``), and
+    ``kl_ctrl`` is the controller of the KL coefficient. ``train_dataloader`` iterates over what is left of an
+    epoch, ``val_dataloader`` over the validation prompts.
+    """
 
     actor_rollout_wg = property(lambda self: WholeBatches(self, "actor"))
     ref_policy_wg = property(lambda self: WholeBatches(self, "ref"))
