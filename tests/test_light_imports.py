@@ -43,3 +43,8 @@ def test_heavy_packages_are_not_imported(modules: str, then: str, heavy: str):
     code = f"import sys, {', '.join(modules.split())}\n{then}\nprint(set({heavy.split()}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout.strip(), done.stderr) == ("set()", "")
+
+
+@pytest.mark.parametrize("module", ["strop.rollout.vllm.keys", "strop.engines.megatron.keys"])
+def test_keys_of_a_back_end_can_be_imported_first(module: str):
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
