@@ -71,6 +71,10 @@ class TrainingError(StropError, RuntimeError):
     """The run cannot go on: for example a reward that is not a number."""
 
 
+class RunFolderError(TrainingError):
+    """The run folder was removed, or may be used by another run: nothing more is written there."""
+
+
 class WorkerError(StropError, RuntimeError):
     """A worker's process died, raised or hung; ``is_final``: a retry would fail the same way."""
 

@@ -47,7 +47,15 @@ from strop.checkpoint.folder import (
 from strop.checkpoint.remote import RemoteCheckpoints, Uploader, find_checkpoint
 from strop.config.paths import expand
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, StropError, WorkerError, is_interrupt, raised_as
+from strop.errors import (
+    CheckpointError,
+    ConfigError,
+    RunFolderError,
+    StropError,
+    WorkerError,
+    is_interrupt,
+    raised_as,
+)
 from strop.files import crash_point
 from strop.manifest import require_unchanged
 
@@ -142,6 +150,11 @@ class Checkpoints:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._end_after_interrupt()
+            return
+        if isinstance(error, RunFolderError):  # the save in flight would write there, too
+            self._in_flight = None
+            if self._uploader is not None:
+                self._uploader.cancel()
             return
         if self._in_flight is not None:
             logger.info("finishing the checkpoint of iteration %d", self._in_flight[0])

@@ -49,15 +49,21 @@ class JsonlTracker:
             raise ValueError("a metric must not be named 'step', the key of the step number")
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
-        size_before = os.fstat(self._file.fileno()).st_size
+        opened = os.fstat(self._file.fileno())
+        with raised_as(TrainingError, f"{self.path}: cannot record step {step}: it was removed", OSError):
+            is_the_same = os.path.samestat(opened, os.stat(self.path))
+        if not is_the_same:
+            raise TrainingError(f"{self.path}: cannot record step {step}: another file has replaced it")
         try:
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"only {written} of {len(line)} bytes written (is the disk full?)")
         except OSError as error:
             # half a line, with the next one after it, would make the file unreadable in the middle
-            self._file.truncate(size_before)
-            raise TrainingError(f"{self.path}: cannot record step {step}: {error}") from error
+            self._file.truncate(opened.st_size)
+            raise TrainingError(
+                f"{self.path}: cannot record step {step}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Close the file; TrainingError if a write fails only now, as on NFS."""

@@ -128,6 +128,7 @@ class Run(ABC):
         is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
         for batch in () if is_done else trainer.train_loader:
             metrics = self.one_iteration(batch)
+            self.folder.require_held(trainer.global_step)
             # Log before saving: a resume drops lines after its checkpoint, so metrics.jsonl of an
             # interrupted run equals that of an uninterrupted one.
             crash_point("log", trainer.global_step)
@@ -135,12 +136,14 @@ class Run(ABC):
             self._log_lengths_figure()
             self.checkpoints.poll()
             if self.is_due(settings.save_freq):
+                self.folder.require_held(trainer.global_step)
                 with trainer.timer.phase("save_checkpoint"):
                     self.save()
             if trainer.global_step == trainer.total_steps:
                 break
         if settings.save_freq <= 0:
             # with checkpoints the last one holds the model
+            self.folder.require_held(trainer.global_step)
             trainer.groups[self.trained[0]].export(self.folder.final_model, trainer.global_step)
 
     def save(self) -> None:
@@ -162,6 +165,7 @@ class Run(ABC):
 
     def write(self, how: Callable[..., None], path: Path, *content: Any) -> None:
         """Call ``how(path, *content)``; raise ``TrainingError`` if the file cannot be written."""
+        self.folder.require_held(self.trainer.global_step)
         try:
             how(path, *content)
         except OSError as error:
@@ -258,7 +262,7 @@ class Run(ABC):
 
     def _draw(self) -> None:
         """Draw the curves; failing to draw never fails the run."""
-        if self.settings.val_only or self.trainer.global_step == 0:
+        if self.settings.val_only or self.trainer.global_step == 0 or not self.folder.is_held():
             return
         try:
             draw_curves(self.folder.path)

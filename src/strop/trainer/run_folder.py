@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import time
 import uuid
@@ -20,7 +21,7 @@ from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import settled
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError
+from strop.errors import CheckpointError, ConfigError, RunFolderError
 from strop.files import atomic_write_text
 from strop.tracking.curves import CURVES_FILE
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
@@ -58,6 +59,8 @@ _LOCK_WAIT_S = 2.0
 """Children of a killed process may hold inherited descriptors for a moment."""
 _PATIENCE_S = 5.0
 _RETRY_S = 0.5
+_held: dict[Path, os.stat_result] = {}
+"""Folders that this process has locked -> the lock's file; while it is open, no other has its number."""
 
 
 class RunFolder:
@@ -66,6 +69,24 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(expand(path)).absolute()  # workers have other working directories
         self.path.mkdir(parents=True, exist_ok=True)
+        self._resolved = self.path.resolve()
+
+    def is_held(self) -> bool:
+        """Return False if the lock that this run holds, or its folder, has been removed or replaced."""
+        try:
+            return self._resolved not in _held or os.path.samestat(_held[self._resolved], _lock_of(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def require_held(self, step: int) -> None:
+        """Raise ``RunFolderError`` unless ``is_held``, after ``step`` iterations."""
+        if not self.is_held():
+            raise RunFolderError(
+                f"trainer.default_local_dir={self.path}: its {LOCK_FILE} or the folder was removed or moved. "
+                f"The run stops after iteration {step} and writes nothing more, as another run may use the "
+                "folder. Exclude the folder from what cleans it, and start the run again: with "
+                "trainer.resume_mode=auto it resumes from the last checkpoint, if one is left"
+            )
 
     def rollouts(self, step: int) -> Path:
         """Return the path of an iteration's samples."""
@@ -104,7 +125,7 @@ class RunFolder:
             return (self.path / LATEST).read_text(errors="replace").strip(), (
                 self.path / LATEST
             ).stat().st_mtime_ns
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def archive_previous_run(self) -> None:
@@ -162,10 +183,19 @@ def run_lock(folder: Path) -> Generator[None]:
         )
         yield
         return
+    is_outermost = folder not in _held
+    if is_outermost:
+        _held[folder] = _lock_of(folder)
     try:
         yield
     finally:
+        if is_outermost:
+            del _held[folder]
         lock.release()
+
+
+def _lock_of(folder: Path) -> os.stat_result:
+    return os.stat(folder / LOCK_FILE)
 
 
 def require_shared_folder(
