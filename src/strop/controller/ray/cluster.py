@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWERS_S = 2.0
 _PATIENCE_S = 5.0
+_ASKED_EVERY_S = 1.0
 _PLACEMENT_S = 120.0
 _RELEASE_S = 15.0
 """Resources of a run that has just ended become free within a moment, or seconds on a busy machine."""
@@ -50,21 +51,31 @@ def answers(address: str) -> bool:
 
 
 class HeadWatch:
-    """Detect the loss of the cluster's head, if polled about once a second."""
+    """Detect the loss of the cluster's head, if polled; it is asked at most once a second."""
 
     def __init__(self) -> None:
         self.address = ray.get_runtime_context().gcs_address
-        self._answered = time.monotonic()
+        self._asked = time.monotonic()
+        self._silent_since: float | None = None
 
     def is_lost(self) -> bool:
-        """Return True if the head has not answered for ``_PATIENCE_S``."""
-        if answers(self.address):
-            self._answered = time.monotonic()
-        return time.monotonic() - self._answered > _PATIENCE_S
+        """Return True if the head has not answered for ``_PATIENCE_S``.
 
-    def reset(self) -> None:
-        """Reset the patience timer after an unpolled interval."""
-        self._answered = time.monotonic()
+        The time counts from a failed attempt, not from the last answer: the driver may have been stopped.
+        """
+        now = time.monotonic()
+        if now - self._asked >= _ASKED_EVERY_S:
+            self._asked = now
+            self._silent_since = None if answers(self.address) else self._silent_since or now
+        return self._silent_since is not None and now - self._silent_since > _PATIENCE_S
+
+    def wait(self) -> bool:
+        """Return True when the head answers, or False when it is lost."""
+        while not answers(self.address):
+            if self.is_lost():
+                return False
+            time.sleep(_ASKED_EVERY_S / 10)
+        return True
 
 
 def end_without_head(processes: Iterable[Mapping[str, Any]]) -> None:

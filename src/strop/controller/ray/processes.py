@@ -150,7 +150,8 @@ class Processes:
         limit_s = max(limit_s, START_S) if starting else limit_s
         deadline = time.monotonic() + limit_s
         pending = references
-        self._head.reset()
+        if self._head.is_lost():  # also where no call takes long enough to be polled
+            self._fail_without_head(f"{call.method} of {call.role}")
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=_CHECK_S)
             if pending and (failures := _failures(call, done)):
@@ -158,7 +159,7 @@ class Processes:
             if pending and time.monotonic() > deadline:
                 self._fail_by_hanging(call, pending, limit_s)
             if pending and self._head.is_lost():
-                self._fail_without_head(call)
+                self._fail_without_head(f"{call.method} of {call.role}")
         try:
             results = dict(zip(call.references, ray.get(references), strict=True))
         except RayError:
@@ -179,7 +180,7 @@ class Processes:
             lifetimes = [reference for processes in _LIVE.values() for reference in processes.lifetimes]
             ray.wait(lifetimes, timeout=_GRACE_S)
         if not cluster.answers(self._head.address):  # requests to a lost cluster would block
-            self._fail_without_head(call)
+            self._fail_without_head(f"{call.method} of {call.role}")
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         failure = max(_failures(call, done) or failures, key=lambda failure: failure.weight)
         if failure.is_a_death and (phase := last_phase(failure.facts)):
@@ -208,11 +209,11 @@ class Processes:
         end_all(error)
         raise error
 
-    def _fail_without_head(self, call: Call) -> NoReturn:
+    def _fail_without_head(self, during: str) -> NoReturn:
         """End all pools after the loss of the cluster's head, without requests to Ray."""
         error = WorkerError(
-            f"the head of the Ray cluster at {self._head.address} stopped answering during {call.method} of "
-            f"{call.role}: it was ended, or cannot be reached. Start the run again when it is back: with "
+            f"the head of the Ray cluster at {self._head.address} stopped answering during {during}: "
+            "it was ended, or cannot be reached. Start the run again when it is back: with "
             "trainer.resume_mode=auto it resumes from its last checkpoint",
             is_final=True,
         )
@@ -243,6 +244,9 @@ class Processes:
 
     def kill(self, failure: WorkerError | None = None) -> None:
         """Kill the processes and release their places."""
+        # requests to a lost head would block for a minute, and then native code would end this process
+        if self.hosts and not self._head.wait():
+            self._fail_without_head(f"the end of the pool {self.pool.name}")
         _LIVE.pop(self.pool, None)
         self.failure = self.failure or failure
         for host in self.hosts:
