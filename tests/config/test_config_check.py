@@ -3,8 +3,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -487,3 +489,23 @@ def test_a_reward_file_with_a_mistake_is_named_with_its_line(report, tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(:\n    pass\n")
     (line,) = report(f"custom_reward_function.path={tmp_path}/reward.py").errors
     assert mentions(line, "reward.py, line 1", "not Python")
+
+
+def test_checkpoints_that_the_disk_has_no_room_for_are_named(report, tmp_path, monkeypatch):
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    save_file({"weight": np.zeros(1 << 20, dtype=np.int8)}, tmp_path / "model/model.safetensors")
+    quiet, saves = (f"{ACTOR}.optim.lr=1e-3", "algorithm.adv_estimator=grpo"), "trainer.save_freq=1"
+
+    def found(free: int, *more: str) -> list[str]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        return [line for line in report(*quiet, *more).warnings if "checkpoint takes" in line]
+
+    (line,) = found((12 << 20) - 1, saves)
+    assert mentions(line, "trainer.default_local_dir", "GiB free")
+    assert found(12 << 20, saves) == []
+    (line,) = found((36 << 20) - 1, saves, "trainer.max_ckpt_to_keep=2")
+    assert mentions(line, "3 exist", "trainer.max_ckpt_to_keep")
+    for no_save in ("trainer.save_freq=-1", "actor_rollout_ref.model.lora_rank=8"):
+        assert found(1, saves, no_save) == []
+    assert found((24 << 20) - 1, saves, "algorithm.adv_estimator=gae")

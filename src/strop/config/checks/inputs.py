@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,10 @@ from strop.config.paths import (
     may_be_a_hub_name,
     with_split,
 )
-from strop.config.roles import model_paths
+from strop.config.roles import model_paths, uses_critic
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.model import ModelConfig
+from strop.config.schema.supervised import SupervisedConfig
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
@@ -179,6 +182,34 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
         yield error(
             f"trainer.default_local_dir={path}: nothing can be written to {parent} ({problem.strerror}); "
             "name a folder that you may write to"
+        )
+        return
+    yield from _room(config, parent)
+
+
+_SAVED_BYTES = 12
+"""Of a trained parameter: the weight and AdamW's two moments, in float32."""
+
+
+def _room(config: RootConfig, folder: str) -> Iterator[Finding]:
+    """Warn if the checkpoints that exist at once do not fit onto the disk of ``folder``."""
+    settings = config.trainer
+    if settings.save_freq <= 0 or settings.val_only:
+        return
+    models: list[ModelConfig] = []
+    if isinstance(config, Config):
+        models += [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]
+    elif isinstance(config, SupervisedConfig):
+        models.append(config.model)
+    facts = [read_model_facts(model.path) for model in models if not model.has_adapters]
+    size = _SAVED_BYTES * sum(found.parameters or 0 for found in facts if found is not None)
+    free, count = shutil.disk_usage(folder).free, (settings.max_ckpt_to_keep or 0) + 1
+    if size * count > free:
+        yield warning(
+            f"trainer.default_local_dir={settings.default_local_dir}: a checkpoint takes at least "
+            f"{size / 2**30:,.1f} GiB, "
+            + (f"{count} exist while one is saved (trainer.max_ckpt_to_keep + 1), " if count > 1 else "")
+            + f"and {folder} has {free / 2**30:,.1f} GiB free"
         )
 
 
