@@ -130,7 +130,7 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
         listed = "; ".join(map(str, others))
         raise ConfigError(
             f"trainer.default_local_dir={config.trainer.default_local_dir} has a checkpoint of a run that "
-            f"trains something else ({listed}). To start anew, name another folder or set "
+            f"trains something else ({listed}). To start from the beginning, name another folder or set "
             "trainer.resume_mode=disable; to continue that checkpoint with these changes, set "
             f"trainer.resume_mode={checkpoint}"
         )

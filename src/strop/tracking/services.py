@@ -166,7 +166,7 @@ class TrackioTracker(ServiceTracker):
 class SwanlabTracker(ServiceTracker):
     """SwanLab: files in ``<run folder>/swanlab``, and the site unless ``SWANLAB_MODE`` is offline or local.
 
-    A resume continues the run on the site, and is a run of its own where it is offline.
+    A resume continues the run on the site; offline it is another run.
     """
 
     name = "swanlab"
