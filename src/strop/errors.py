@@ -8,12 +8,20 @@ traceback and exits with status 2 (``--debug`` shows the traceback).
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import pickle
+import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CUT_OFF = r"unexpected pos \d+|only \d+ of \d+ bytes written"
 
 
 def nearest(name: str, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
@@ -113,8 +121,27 @@ def raised_as(
     except StropError:
         raise
     except caught as error:
-        text = " ".join(str(error).split()) if types else in_one_line(error)
+        text = write_failure(error, what) if types else in_one_line(error)
         raise kind(f"{what}: {text}{f'; {remedy}' if remedy else ''}") from error
+
+
+def write_failure(error: BaseException, where: str | Path = "") -> str:
+    """Return the message of an error of writing ``where``, after "the disk is full" if that is behind it.
+
+    ``where`` may be a message with the path. torch passes the text of the operating system on, or reports a
+    position that it did not expect.
+    """
+    text = " ".join(str(error).split())
+    found = re.search(r"(?:^|[\s=])(/.*)", str(getattr(error, "filename", None) or where), re.DOTALL)
+    place = Path(found[1] if found else os.getcwd())
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free >> 20
+    is_full = getattr(error, "errno", None) in _FULL or any(os.strerror(number) in text for number in _FULL)
+    if "the disk is full" in text or not (is_full or (free == 0 and re.search(_CUT_OFF, text))):
+        return text
+    quota = "; a quota or the number of files may be the limit" if free > 16 else ""
+    return f"the disk is full{f' ({free:,} MB free on {place}{quota})' if found else ''}: {text}"
 
 
 def in_one_line(error: Exception) -> str:
@@ -161,11 +188,18 @@ def is_interrupt(error: BaseException | None) -> bool:
     Libraries replace it: writers by the error of the file that they then cannot finish,
     torch.distributed.checkpoint by a CheckpointException with the failure of each rank.
     """
-    if error is None or isinstance(error, KeyboardInterrupt):
-        return error is not None
-    # of a CheckpointException: rank -> (error, stack)
-    of_ranks = [failure[0] for failure in getattr(error, "failures", {}).values()]
-    return any(is_interrupt(behind) for behind in (*of_ranks, error.__cause__ or error.__context__))
+    behind, seen = [error], set()
+    while behind:
+        one = behind.pop()
+        if isinstance(one, KeyboardInterrupt):
+            return True
+        if one is None or id(one) in seen:  # the error of a future that is asked twice is behind itself
+            continue
+        seen.add(id(one))
+        # of a CheckpointException: rank -> (error, stack)
+        of_ranks = [failure[0] for failure in getattr(one, "failures", {}).values()]
+        behind += [*of_ranks, one.__cause__ or one.__context__]
+    return False
 
 
 @contextmanager

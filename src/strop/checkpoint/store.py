@@ -55,6 +55,7 @@ from strop.errors import (
     WorkerError,
     is_interrupt,
     raised_as,
+    write_failure,
 )
 from strop.files import crash_point
 from strop.manifest import require_unchanged
@@ -206,8 +207,7 @@ class Checkpoints:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint of iteration {self._in_flight[0]} was not written within "
-                    f"{AFTER_AN_INTERRUPT_S:.0f} s and is dropped; the latest whole one is "
-                    f"{latest_step(self.folder) or 'none'}"
+                    f"{AFTER_AN_INTERRUPT_S:.0f} s and is dropped; {self._kept()}"
                 )
             time.sleep(_POLL_S)
 
@@ -356,15 +356,24 @@ class Checkpoints:
                 # Only the first failure is reported; a dead group raises its own error type.
                 with contextlib.suppress(Exception):
                     group.finish_save()
+            why = write_failure(error, self.folder)  # before room is made
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
             if is_interrupt(error):
                 raise KeyboardInterrupt from error
             if not _is_final_failure(error):
                 raise
             raise CheckpointError(
-                f"the checkpoint of iteration {step} could not be written to {self.folder} ({error}); "
-                f"the latest whole one is {latest_step(self.folder) or 'none'}"
+                f"the checkpoint of iteration {step} could not be written to {self.folder} ({why}); "
+                f"{self._kept()}"
             ) from error
+
+    def _kept(self) -> str:
+        step = latest_step(self.folder)
+        return (
+            f"no complete checkpoint in {self.folder}"
+            if step is None
+            else f"the latest complete one is {step}"
+        )
 
     def _prune(self, newest: int) -> None:
         """Keep the last ``max_to_keep`` up to ``newest``, which is whole, and any that is being uploaded.

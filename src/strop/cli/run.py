@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import signal
 import sys
 from collections.abc import Callable
 
-from strop.errors import SeveralErrors, StropError, is_interrupt, problems_of, signals_interrupt
+from strop.errors import (
+    SeveralErrors,
+    StropError,
+    is_interrupt,
+    problems_of,
+    signals_interrupt,
+    write_failure,
+)
 from strop.terminal import printable
 
 _NO_MEMORY = re.compile("MemoryError|OutOfMemoryError|can't allocate memory|out of memory")
 """Errors of Python, numpy, CUDA and torch on a CPU, whose class is a plain RuntimeError."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_command(action: Callable[[], int], *, debug: bool) -> int:
@@ -52,8 +57,9 @@ def _failed(error: Exception) -> int:
             for problem in problems_of(one):
                 sys.stderr.write(printable(f"{type(one).__name__}: {problem}") + "\n")
         return 2
-    text = printable(f"{type(error).__name__}: {error}")
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+    message = write_failure(error) if isinstance(error, OSError) else str(error)
+    text = printable(f"{type(error).__name__}: {message}")
+    if isinstance(error, OSError) and (error.filename is not None or "the disk is full" in message):
         sys.stderr.write(f"{text}\n")
         return 2
     if isinstance(error, MemoryError | RuntimeError) and _NO_MEMORY.search(text):

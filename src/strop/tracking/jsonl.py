@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from strop.errors import DataError, TrainingError, raised_as
+from strop.errors import DataError, TrainingError, raised_as, write_failure
 from strop.files import atomic_path
 from strop.tracking.base import RunInfo
 
@@ -57,12 +57,12 @@ class JsonlTracker:
         try:
             written = self._file.write(line)
             if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes written (is the disk full?)")
+                raise OSError(f"only {written} of {len(line)} bytes written")
         except OSError as error:
             # half a line, with the next one after it, would make the file unreadable in the middle
             self._file.truncate(opened.st_size)
             raise TrainingError(
-                f"{self.path}: cannot record step {step}: {error}"
+                f"{self.path}: cannot record step {step}: {write_failure(error, self.path)}"
             ) from error
 
     def close(self) -> None:

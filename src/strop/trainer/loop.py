@@ -18,7 +18,7 @@ from strop.checkpoint.hub import Publication, command_to_repeat, model_of, uploa
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, reading_state_of
 from strop.data.rl_dataset import MeasuredDataset, all_rows
-from strop.errors import ConfigError, StropError, TrainingError
+from strop.errors import ConfigError, StropError, TrainingError, write_failure
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
@@ -169,7 +169,7 @@ class Run(ABC):
         try:
             how(path, *content)
         except OSError as error:
-            raise TrainingError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise TrainingError(f"{path} cannot be written: {write_failure(error, path)}") from error
 
     def seconds(self) -> float:
         """Return wall-clock seconds of training, summed over all resumes."""

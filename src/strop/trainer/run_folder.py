@@ -21,7 +21,7 @@ from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import settled
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, RunFolderError
+from strop.errors import CheckpointError, ConfigError, RunFolderError, write_failure
 from strop.files import atomic_write_text
 from strop.tracking.curves import CURVES_FILE
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
@@ -214,7 +214,8 @@ def require_shared_folder(
     except OSError as error:
         with contextlib.suppress(OSError):  # a full disk leaves an empty file
             probe.unlink(missing_ok=True)
-        raise CheckpointError(f"trainer.default_local_dir={folder} cannot be written: {error}") from error
+        why = write_failure(error, folder)
+        raise CheckpointError(f"trainer.default_local_dir={folder} cannot be written: {why}") from error
     try:
         deadline = time.monotonic() + patience_s
         while nodes := sorted({node for group in groups.values() for node in group.nodes_without(probe)}):
