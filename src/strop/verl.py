@@ -164,7 +164,7 @@ class WholeBatches:
 class VerlNames:
     """verl's names of what ``RayPPOTrainer`` has.
 
-    ``actor_rollout_wg``, ``ref_policy_wg``, ``critic_wg`` and ``rm_wg`` are its groups (``WholeBatches``), and
+    ``actor_rollout_wg``, ``ref_policy_wg``, ``critic_wg`` and ``rm_wg`` are its groups (``WholeBatches``),
     ``kl_ctrl`` is the controller of the KL coefficient. ``train_dataloader`` iterates over what is left of an
     epoch, ``val_dataloader`` over the validation prompts.
     """
