@@ -11,7 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from saving_groups import STATE
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    MixtralConfig,
+)
 
 from strop.checkpoint.export import export
 from strop.checkpoint.store import Checkpoints
@@ -185,6 +190,22 @@ def test_a_checkpoint_exports_the_dtype_of_its_source_and_keeps_its_float32(sour
     assert_equal(weights[None], trained, BF16)
     config = json.loads((tmp_path / "None" / "config.json").read_text())
     assert (config["torch_dtype"], config["attention_dropout"], "dtype" in config) == ("bfloat16", 0.1, False)
+
+
+def test_shards_become_the_tensors_of_a_familys_checkpoints(tmp_path):
+    """transformers fuses the experts of Mixtral when it loads them; vLLM reads those of published files."""
+    tokenizer = tiny_model.build_tokenizer()
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=len(tokenizer), **shape, **experts))
+    model.save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    module = PolicyModel(load_causal_lm(tmp_path / "source"))
+    engine = TorchEngine(module, device=torch.device("cpu"), optimizer=SETTINGS)
+    with Checkpoints(tmp_path / "run", background=True) as checkpoints:
+        checkpoints.save(1, {"actor": EngineGroup(engine, load_tokenizer(tmp_path / "source"))}, STATE)
+    out = export(tmp_path / "run/global_step_1", tmp_path / "out")
+    assert_equal(load_file(out / "model.safetensors"), load_file(tmp_path / "source/model.safetensors"))
 
 
 def test_a_folder_without_a_dtype_has_that_of_its_weights(source, tmp_path):

@@ -7,7 +7,7 @@ weights stream by: exports and vLLM get what a published checkpoint of the famil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -68,8 +68,13 @@ class CheckpointLayout:
             self._groups.setdefault(self._places[name][0], set()).add(name)
 
     def renamed(self, name: str) -> str:
-        """Return a checkpoint's name for a weight that is stored as it is."""
-        return self._places[name][0]
+        """Return a checkpoint's name for a weight that is stored as it is; of others, their own."""
+        return self._places.get(name, (name,))[0]
+
+    @property
+    def parameters(self) -> Set[str]:
+        """Names of the model's parameters."""
+        return self._shapes.keys()
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of every parameter by its name in a checkpoint, tied ones once."""
@@ -90,7 +95,7 @@ class CheckpointLayout:
         """
         waiting = {} if waiting is None else waiting
         for name, weight in weights:
-            group, pattern = self._places[name]
+            group, pattern = self._places.get(name, (name, None))
             if pattern is None:
                 yield group, weight
                 continue

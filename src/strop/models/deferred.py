@@ -131,6 +131,14 @@ def defer_scorer(
     return model, WeightSource(model, path, load=load, fresh=fresh)
 
 
+def described(folder: Path) -> PreTrainedModel:
+    """Build the model of a folder, which may have no weights, on the meta device."""
+    architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    if architectures[0].endswith("ForSequenceClassification"):
+        return _without_weights(AutoModelForSequenceClassification, folder, num_labels=1)
+    return _without_weights(AutoModelForCausalLM, folder)
+
+
 def _without_weights(auto_class: Any, path: str | Path, **options: Any) -> PreTrainedModel:
     try:
         arguments = model_arguments(path, **options)

@@ -22,8 +22,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from strop import ranks
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
-from strop.errors import CheckpointError, raised_as
+from strop.errors import CheckpointError, ModelError, raised_as
 from strop.models.checkpoint_layout import CheckpointLayout
+from strop.models.deferred import described
 from strop.models.loader import no_progress_bars, persistent_buffers
 from strop.models.source import dtype_of, set_dtype, source_of, write_config, write_tokenizer
 
@@ -165,7 +166,17 @@ def export_from_shards(
         name: prod(shape) * (dtype if stored.is_floating_point else stored).itemsize
         for name, (shape, stored) in shapes.items()
     }
-    write_weights(out, _in(dtype, _read(state_folder, shapes)), sizes, max_bytes)
+    weights = _in(dtype, _read(state_folder, shapes))
+    try:
+        layout = CheckpointLayout(described(out))
+    except ModelError:  # a model's own code, which does not run here; the names in it are those of its files
+        write_weights(out, weights, sizes, max_bytes)
+        return
+    if missing := sorted(layout.parameters - shapes.keys()):
+        raise CheckpointError(f"{state_folder} holds no {missing[0]}, which the model has")
+    buffers = {layout.renamed(name): sizes[name] for name in shapes.keys() - layout.parameters}
+    sizes = layout.sizes(dtype) | buffers
+    write_weights(out, layout.convert(weights), sizes, max_bytes)
 
 
 def _read(
