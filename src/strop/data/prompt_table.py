@@ -91,21 +91,18 @@ class PromptTable:
             return [None] * (stop - start)
         return self.table.column(self.tools_key).slice(start, stop - start).to_pylist()
 
-    def with_exact(self, column: str) -> pa.Table:
-        """Return the column, with the one of ``exact_name`` if there is one."""
-        return _with_exact(self.table, column)
-
     def row(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values."""
         return to_rows(self.table.slice(row, 1))[0]
 
 
-def _with_exact(table: pa.Table, column: str) -> pa.Table:
+def with_exact(table: pa.Table, column: str) -> pa.Table:
+    """Return the column, with the one of ``exact_name`` if there is one."""
     return table.select([name for name in (column, exact_name(column)) if name in table.column_names])
 
 
 def _values(table: pa.Table, column: str) -> list[Any]:
-    return [row[column] for row in to_rows(_with_exact(table, column))]
+    return [row[column] for row in to_rows(with_exact(table, column))]
 
 
 def read_prompt_table(
@@ -204,18 +201,11 @@ def _with_chats(name: str, table: pa.Table, key: str, prompt_key: str) -> pa.Tab
         chats = _values(table, key)
     else:
         return table
-    if is_answer:
-        values = [
-            text if chat is None else _answer(f"{name}, row {number}, field {key}", chat, prompt)
-            for number, (text, chat, prompt) in enumerate(
-                zip(texts, chats, _values(table, prompt_key), strict=True)
-            )
-        ]
-    else:
-        values = [
-            as_messages(text) if chat is None and text else chat
-            for text, chat in zip(texts, chats, strict=True)
-        ]
+    values, prompts = [], _values(table, prompt_key)
+    for number, (text, chat, prompt) in enumerate(zip(texts, chats, prompts, strict=True)):
+        if is_answer and chat is not None:
+            text = _answer(f"{name}, row {number}, field {key}", chat, prompt)
+        values.append(text if is_answer else as_messages(text) if chat is None and text else chat)
     return _with_values(table, key, values)
 
 
@@ -238,10 +228,8 @@ def _with_tools(name: str, table: pa.Table, key: str) -> pa.Table:
         with raised_as(DataError, f"{name}, row {number}, field {key}", ValueError):
             tools = tools_of(value)
         found.append(None if tools is None else json.dumps(tools))
-    exact = exact_name(key)
-    table = table.drop_columns([column for column in (key, exact) if column in table.column_names])
     texts = pa.array(found, pa.string())
-    return table.append_column(key, texts).append_column(exact, texts)
+    return _replaced(table, key, {key: texts, exact_name(key): texts})
 
 
 def _with_column(table: pa.Table, key: str) -> pa.Table:
@@ -271,11 +259,15 @@ def _value_at(row: Mapping[str, Any], key: str) -> Any:
 
 def _with_values(table: pa.Table, key: str, values: Iterable[Any]) -> pa.Table:
     """Return ``table`` with plain Python values as the column ``key``."""
-    both = (key, exact_name(key))
     made = table_of(key, [{key: value} for value in values])
-    table = table.drop_columns([name for name in both if name in table.column_names])
-    for name in made.column_names:
-        table = table.append_column(name, made.column(name))
+    return _replaced(table, key, dict(zip(made.column_names, made.columns, strict=True)))
+
+
+def _replaced(table: pa.Table, key: str, columns: Mapping[str, Any]) -> pa.Table:
+    """Return ``table`` with other ``columns`` in the place of ``key`` and of its exact one."""
+    table = table.drop_columns(with_exact(table, key).column_names)
+    for name, column in columns.items():
+        table = table.append_column(name, column)
     return table
 
 
@@ -375,17 +367,10 @@ UNNAMED_SOURCE = "unnamed"
 """Data source of rows whose files lack the column; only a custom reward function can score them."""
 # Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
 _RESERVED = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "raw_prompt",
-    "raw_prompt_ids",
-    "raw_tools",
-    "uid",
-    "seeds",
+    *("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "raw_tools"),
+    *("uid", "seeds"),
 )
 _TARGET = "reward_model"
-_BOTH_TARGETS = (_TARGET, exact_name(_TARGET))
 _TRUTH = "ground_truth"
 _ROW = "row number"
 
@@ -394,14 +379,11 @@ def with_ground_truths(table: PromptTable, answer_key: str) -> PromptTable:
     """Return ``table`` with the column ``answer_key`` as the ground truth of every row, for rules."""
     fields = pc.MakeStructOptions(["style", _TRUTH])
     truth = pc.call_function("make_struct", [pa.scalar("rule"), table.table.column(answer_key)], fields)
-    there = table.table.column_names
-    others = table.table.drop_columns([name for name in _BOTH_TARGETS if name in there])
-    others = others.append_column(_TARGET, truth)
-    if (exact := exact_name(answer_key)) in there:
+    columns = {_TARGET: truth}
+    if (exact := exact_name(answer_key)) in table.table.column_names:
         parts = ['{"style": "rule", "ground_truth": ', table.table.column(exact), "}", ""]
-        record = pc.call_function("binary_join_element_wise", parts)
-        others = others.append_column(exact_name(_TARGET), record)
-    return replace(table, table=others)
+        columns[exact_name(_TARGET)] = pc.call_function("binary_join_element_wise", parts)
+    return replace(table, table=_replaced(table.table, _TARGET, columns))
 
 
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:

@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 from strop.config.machine import usable_cores
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, progress_bar
-from strop.data.prompt_table import PromptTable
+from strop.data.prompt_table import PromptTable, with_exact
 from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
 from strop.files import atomic_path
 from strop.manifest import digest_of_arrays
@@ -104,7 +104,7 @@ def tokenize_table(
     cache = None
     if cache_dir is not None:
         columns = [
-            table.with_exact(prompt_key),
+            with_exact(table.table, prompt_key),
             *([table.table.select([table.tools_key])] if has_tools else []),
         ]
         cache = _cache_path(columns, tokenizer, encode, how, cache_dir)
