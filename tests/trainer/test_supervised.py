@@ -269,6 +269,7 @@ def test_answers_that_were_cut_get_no_end_token(tokenizer, tmp_path, caplog):
         "answer_keys": {"chosen": "chosen", "rejected": "rejected"},
         "max_prompt_length": 10,
         "max_response_length": 6,
+        "filter_overlong": True,
     }
     with caplog.at_level("INFO"):
         found = AnsweredDataset(write_rows(tmp_path / "cut.parquet", rows), tokenizer, **options)
