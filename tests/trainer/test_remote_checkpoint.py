@@ -145,6 +145,38 @@ def test_a_flipped_bit_of_a_remote_checkpoint_is_named(memory_fs, tmp_path):
             Checkpoints(tmp_path / folder, remote=REMOTE).find(mode)
 
 
+def test_a_download_that_fails_is_retried_from_where_it_was(memory_fs, tmp_path, monkeypatch, caplog):
+    run_of(1, folder=tmp_path / "run", url=REMOTE)
+    fetched, get, cat = [], memory_fs.get_file, memory_fs.cat_file
+    refusals = {"get": 2, "cat": 1}
+
+    def failing(kind, original):
+        def call(path, *arguments, **options):
+            if kind == "get":
+                fetched.append(path.rpartition("/")[2])
+            if path.endswith(("state", "manifest.json")) and refusals[kind]:
+                refusals[kind] -= 1
+                raise OSError("the line went dead")
+            return original(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(memory_fs, "get_file", failing("get", get))
+    monkeypatch.setattr(memory_fs, "cat_file", failing("cat", cat))
+    monkeypatch.setattr("strop.checkpoint.remote._RETRY_AFTER_S", (0.0, 0.0, 0.0))
+    for folder, mode in (("named", f"{REMOTE}/global_step_1"), ("auto", "auto")):
+        fetched.clear()
+        refusals |= {"get": 2, "cat": 1}
+        verify(Checkpoints(tmp_path / folder, remote=REMOTE).find(mode))
+        assert fetched.count("state") == 3
+        assert len(fetched) == len(set(fetched)) + 2
+    assert caplog.text.count("the line went dead") == 6
+    refusals["get"] = 9
+    with pytest.raises(CheckpointError, match=naming("global_step_1", "the line went dead")):
+        download(f"{REMOTE}/global_step_1", tmp_path / "copy")
+    assert refusals["get"] == 5
+
+
 def test_an_upload_that_is_made_up_for_does_not_name_an_older_checkpoint(memory_fs, tmp_path):
     run_of(1, 2, 3, folder=tmp_path / "run", url=REMOTE)
     memory_fs.rm("/bucket/run/global_step_1", recursive=True)
@@ -362,6 +394,7 @@ def test_a_remote_folder_that_does_not_answer_is_named(memory_fs, tmp_path, monk
 
     monkeypatch.setattr(MemoryFileSystem, "ls", dead)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", dead)
+    monkeypatch.setattr("strop.checkpoint.remote._RETRY_AFTER_S", (0.0,))
     with pytest.raises(CheckpointError, match=naming(REMOTE, "the line went dead")):
         Checkpoints(tmp_path, remote=REMOTE).find("auto")
     with pytest.raises(CheckpointError, match=naming("global_step_1", "the line went dead")):

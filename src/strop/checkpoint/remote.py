@@ -11,10 +11,11 @@ import hashlib
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -29,11 +30,12 @@ from strop.checkpoint.folder import (
 )
 from strop.config.paths import expand, is_url
 from strop.data.fetch import copy_files, files_below, open_filesystem
-from strop.errors import CheckpointError, raised_as
+from strop.errors import CheckpointError, StropError, in_one_line, raised_as, write_failure
 from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 _RETRY_AFTER_S = (5.0, 20.0, 60.0)
 
 
@@ -144,8 +146,14 @@ def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda n
     fs, remote = open_filesystem(url)
     remote = remote.rstrip("/")
     files = {name: entry for name, entry in read_manifest(url).items() if wanted(name)}
+
+    def copy() -> None:
+        there = {name: (target / name).stat().st_size for name in files if (target / name).is_file()}
+        left = [name for name, entry in files.items() if there.get(name) != entry.size]
+        copy_files(fs, {f"{remote}/{name}": name for name in left}, target, url)
+
     with raised_as(CheckpointError, f"{url} cannot be downloaded"):
-        copy_files(fs, {f"{remote}/{name}": name for name in files}, target, url)
+        _retried(f"the download of {url}", copy)
     require_unchanged(url, target, files, remedy="; copy the checkpoint again, or use another one")
     return files
 
@@ -154,13 +162,28 @@ def read_manifest(url: str) -> Manifest:
     """Return the manifest of a remote checkpoint; ``CheckpointError`` when it is not whole."""
     fs, remote = open_filesystem(url)
     with raised_as(CheckpointError, f"{url} cannot be read"):
-        found = _manifest(fs, remote.rstrip("/"))
+        found = _retried(f"reading {url}", lambda: _manifest(fs, remote.rstrip("/")))
     if found is None:
         raise CheckpointError(
             f"{url} is not a whole checkpoint: it has no {MANIFEST} (an upload was cut off, or it is another "
             "kind of folder); give the URL of a global_step_N folder"
         )
     return found
+
+
+def _retried(what: str, attempt: Callable[[], Result]) -> Result:
+    """Return the result of ``attempt``; it is repeated as an upload is, if a retry may help."""
+    for pause_s in _RETRY_AFTER_S:
+        try:
+            return attempt()
+        except (StropError, FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:
+            if write_failure(error) != " ".join(str(error).split()):
+                raise  # the disk here is full
+            logger.warning("%s failed (%s); retry in %g s", what, in_one_line(error), pause_s)
+            time.sleep(pause_s)
+    return attempt()
 
 
 def _manifest(fs: Any, folder: str) -> Manifest | None:
@@ -196,7 +219,7 @@ def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | 
 def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
     what = f"{remote.url} cannot be searched for a checkpoint to resume from"
     with raised_as(CheckpointError, what, remedy="set trainer.resume_mode=disable to start from scratch"):
-        step = remote.latest()
+        step = _retried(f"the search of {remote.url}", remote.latest)
     if step is None:
         return None
     building = building_folder(folder, step)
