@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 import xxhash
 
 from strop import manifest
+from strop.data.fetch import local_path
 from strop.errors import CheckpointError
 
-from messages import naming
+from messages import mentions, naming
+
+
+@pytest.fixture
+def memory_model() -> str:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pipe({"/bucket/model/config.json": b"{}", "/bucket/model/model.safetensors": b"weights"})
+    return "memory://bucket/model"
+
 
 OUTSIDE = [
     *("../x", "a/../../x", "a/..", "/tmp/x", "//x", "a//x", ".", "..", "", "a/", "./x"),
@@ -93,3 +105,17 @@ def test_sizes_alone_are_compared_where_an_earlier_version_wrote_no_digests(fold
     (folder / "trainer.pt").write_bytes(b"more state")
     with pytest.raises(CheckpointError, match=naming("trainer.pt", "10 bytes")):
         manifest.require_unchanged("here", folder, found)
+
+
+def test_the_remedy_for_a_damaged_model_is_that_of_its_origin(memory_model, tmp_path):
+    model = local_path(memory_model, tmp_path / "cache")
+    assert mentions(manifest.remedy_of(model), "delete", str(model.parent), "download")
+    (model / "model.safetensors").write_bytes(b"wEights")
+    with pytest.raises(CheckpointError, match=naming(str(model), "model.safetensors")):
+        manifest.require_unchanged(str(model), model, manifest.covering(model))
+    shutil.rmtree(model.parent)
+    assert local_path(memory_model, tmp_path / "cache") == model
+    own = tmp_path / "downloads" / "model"  # a user's folder of this name
+    own.mkdir(parents=True)
+    manifest.write(own, manifest.describe(own))
+    assert mentions(manifest.remedy_of(own), "on purpose", "manifest.json")

@@ -23,8 +23,8 @@ TRAINER_STATE = "trainer_state.json"
 """File of an exported model with its iteration, as transformers' trainer writes it: {"global_step": 100}."""
 _SIZE, _DIGEST = "size", "xxh3_128"
 _LEFT = f".{_DIGEST}"
-IF_ON_PURPOSE = f"; if the model was changed on purpose, delete its {MANIFEST}"
-"""Remedy, in errors, for an exported model that its manifest does not describe."""
+DOWNLOADS = "downloads"
+"""Folder of downloads in a cache: each is in a folder with its manifest."""
 new_digest: Callable[[], xxhash.xxh3_128] = xxhash.xxh3_128
 
 
@@ -157,6 +157,14 @@ def require_unchanged(where: str, folder: Path, manifest: Mapping[str, Entry], r
             )
 
 
+def remedy_of(model: Path) -> str:
+    """Return what to do about the folder of a damaged model, for the end of an error."""
+    place = model.absolute().parent
+    if place.parent.name == DOWNLOADS and (place / MANIFEST).is_file():
+        return f"; delete {place}, and the next run downloads it again"
+    return f"; if the model was changed on purpose, delete its {MANIFEST}"
+
+
 def covering(folder: Path) -> Manifest:
     """Return the digests of the files below ``folder``, relative to it.
 
@@ -170,7 +178,7 @@ def covering(folder: Path) -> Manifest:
             found = parse(content, str(place))
             if found is None and (not content or _DIGEST.encode() in content):  # not another program's file
                 raise CheckpointError(
-                    f"{place} is damaged: {MANIFEST} is not what was written{IF_ON_PURPOSE}"
+                    f"{place} is damaged: {MANIFEST} is not what was written{remedy_of(folder)}"
                 )
             return {
                 name.removeprefix(prefix): entry

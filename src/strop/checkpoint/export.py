@@ -22,7 +22,7 @@ from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, e
 from strop.data.hub import local_model
 from strop.engines.torch.export import export_from_shards, write_model
 from strop.errors import CheckpointError, ConfigError, raised_as
-from strop.manifest import IF_ON_PURPOSE, MANIFEST, covering, describe, require_unchanged, write
+from strop.manifest import MANIFEST, covering, describe, remedy_of, require_unchanged, write
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm, defer_scorer
 from strop.models.loader import load_tokenizer
@@ -131,7 +131,7 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state:
         return local / role
     local = Path(expand(checkpoint))
     if _is_model(local):
-        require_unchanged(str(local), local, covering(local), IF_ON_PURPOSE)
+        require_unchanged(str(local), local, covering(local), remedy_of(local))
         return local
     require_model_or_checkpoint(local)
     files = verify(local)

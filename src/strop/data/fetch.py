@@ -86,7 +86,7 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
         raise DataError(f"{url}: the folder is empty")
     if isinstance(fs, LocalFileSystem):
         return Path(remote)
-    downloads = cache_folder(cache_dir) / "downloads"
+    downloads = cache_folder(cache_dir) / manifest.DOWNLOADS
     folder = downloads / _version_key(url, files)
     name = PurePosixPath(remote.rstrip("/")).name or "root"
     with _io_errors(url):

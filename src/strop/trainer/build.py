@@ -32,7 +32,7 @@ from strop.data.sources import Rows
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.base import pick_device, require_gpu
 from strop.errors import Attempts, DataError, ModelError, raised_as
-from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
+from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
@@ -199,7 +199,7 @@ def fetch_tokenizer(
     folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)
     # Workers compare the weights, of folders from which they load a model.
     files = {name: entry for name, entry in covering(folder).items() if not name.endswith(".safetensors")}
-    require_unchanged(str(folder), folder, files, IF_ON_PURPOSE)
+    require_unchanged(str(folder), folder, files, remedy_of(folder))
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     set_chat_template(tokenizer, config.data)
     return tokenizer

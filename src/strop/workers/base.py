@@ -40,12 +40,12 @@ from strop.engines.base import (
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.manifest import (
-    IF_ON_PURPOSE,
     TRAINER_STATE,
     Manifest,
     covering,
     describe,
     leave_digest,
+    remedy_of,
     require_unchanged,
     write,
 )
@@ -84,7 +84,7 @@ class Worker(Generic[Root]):
                 f"model {path}: the machines have different versions of it, {', '.join(sorted(versions))}; "
                 f"bring all to the newest with `hf download {path}`"
             )
-        self._require_unchanged(folder, covering(folder), IF_ON_PURPOSE)
+        self._require_unchanged(folder, covering(folder), remedy_of(folder))
         return folder
 
     def load_tokenizer_from(self, path: str, *, trust_remote_code: bool) -> Any:
