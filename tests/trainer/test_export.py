@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from strop.checkpoint.export import export
+from strop.checkpoint.folder import require_own_files
+from strop.checkpoint.hub import Publication, upload
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
 from strop.engines.base import OptimizerSettings
@@ -98,6 +100,36 @@ def test_a_checkpoint_of_either_kind_is_a_model_that_transformers_loads(saved, t
     loaded = AutoModelForSequenceClassification.from_pretrained(critic, dtype="auto")
     assert_equal(loaded.state_dict(), then["critic"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor", "critic"]
+
+
+@pytest.mark.parametrize("kind", ["adapter_config.json", "config.json"])
+@pytest.mark.parametrize("link", ["notes.txt", "below/notes.txt", "below"])
+def test_a_link_out_of_a_model_is_neither_copied_nor_uploaded(tmp_path, capsys, kind, link):
+    model, secret = tmp_path / "model", tmp_path / "secret" / "key.txt"
+    for folder in (model / "below", secret.parent):
+        folder.mkdir(parents=True)
+    secret.write_text("Swordfish")
+    (model / kind).write_text(json.dumps({"base_model_name_or_path": "a/b"}))
+    (model / "adapter_model.safetensors").write_bytes(b"")
+    if link == "below":
+        (model / link).rmdir()
+    (model / link).symlink_to(secret.parent if link == "below" else secret)
+    for options in ([], ["--merge"]):
+        assert main(["export", str(model), *options, "--out", str(tmp_path / "out")]) == 2
+        assert mentions(capsys.readouterr().err, str(model / link), str(secret.parent))
+    with pytest.raises(CheckpointError, match=naming(str(model / link))):
+        upload(model, Publication("ada/first", "main"), run_folder=None, step=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_inside_of_a_model_and_of_the_hubs_cache_are_files(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f").write_text("{}")
+    model = tmp_path / "snapshots" / ("0" * 40)
+    model.mkdir(parents=True)
+    (model / "config.json").symlink_to("../../blobs/0f")
+    (model / "same.json").symlink_to("config.json")
+    require_own_files(model)
 
 
 @pytest.mark.parametrize("base", ["memory://models/base", "zip://::file:///tmp/x.zip"])

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from strop.checkpoint.folder import require_model_or_checkpoint, verify
+from strop.checkpoint.folder import require_model_or_checkpoint, require_own_files, verify
 from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
 from strop.data.hub import local_model
@@ -131,6 +131,7 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state:
         return local / role
     local = Path(expand(checkpoint))
     if _is_model(local):
+        require_own_files(local)
         require_unchanged(str(local), local, covering(local), remedy_of(local))
         return local
     require_model_or_checkpoint(local)

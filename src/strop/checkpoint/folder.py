@@ -75,6 +75,22 @@ def require_model_or_checkpoint(path: Path) -> None:
     )
 
 
+def require_own_files(model: Path) -> None:
+    """Raise ``CheckpointError`` for a link in a model's folder that leads outside.
+
+    Links of the hub's cache lead from ``snapshots/REVISION`` to ``blobs``.
+    """
+    home = model.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    for path in model.rglob("*"):
+        target = path.resolve()
+        if path.is_symlink() and not any(map(target.is_relative_to, (home, blobs))):
+            raise CheckpointError(
+                f"{path} is a link to {target}, outside of the model: a copy would have its content. "
+                "Remove the link, or put the file itself there"
+            )
+
+
 def verify(checkpoint: Path) -> Manifest:
     """Return the manifest; raise ``CheckpointError`` unless every file of it is there with its size.
 

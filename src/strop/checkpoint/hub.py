@@ -20,7 +20,7 @@ from typing import Any, Self
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from strop.checkpoint.export import export
-from strop.checkpoint.folder import iteration_of, latest_checkpoint, newest_model
+from strop.checkpoint.folder import iteration_of, latest_checkpoint, newest_model, require_own_files
 from strop.checkpoint.model_card import model_card
 from strop.config.paths import expand, is_adapter, is_url
 from strop.config.schema import RootConfig
@@ -117,8 +117,9 @@ def upload(model: Path, to: Publication, *, run_folder: Path | None, step: int |
     """Upload a Hugging Face folder with its model card in one commit; return the publication with the commit.
 
     ``run_folder`` has the configuration, metrics and curves for the card; None: a card without them.
-    Raises ``UploadError``.
+    Raises ``UploadError``, and ``CheckpointError`` for a link out of the folder.
     """
+    require_own_files(model)
     card = model_card(model, to.repo_id, to.revision, run_folder=run_folder, step=step)
     files: dict[str, Any] = {
         path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()
