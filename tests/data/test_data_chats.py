@@ -49,12 +49,12 @@ def ids(dataset):
 W5, W6 = {"name": "w5", "default": 3}, {"name": "w6", "default": "w7"}
 
 
-@pytest.mark.parametrize("form", ["list", "text", "texts"])
+@pytest.mark.parametrize("form", ["list", "text", "texts", "python"])
 @pytest.mark.parametrize("key", ["tools", "functions", "extra.tools"])
 def test_the_tools_of_each_row_are_rendered(form, key, with_tools, tmp_path):
     def stored(tools):
         tools = [json.dumps(tool) for tool in tools] if form == "texts" else tools
-        return json.dumps(tools) if form == "text" else tools
+        return {"text": json.dumps, "python": repr}.get(form, list)(tools)
 
     def row(*tools):
         value = stored(list(tools))
@@ -111,8 +111,10 @@ def test_tools_reach_the_template_of_a_reward_model(with_tools):
     assert Rewriter(with_tools, with_tools)(batch).batch["input_ids"].tolist() == [[16, 17, 3, 11, 5, 12]]
 
 
-def test_a_turn_that_only_calls_tools_is_read(with_tools):
+def test_a_turn_that_only_calls_tools_is_read(with_tools, tmp_path):
     chat = [USER, CALL, {"role": "tool", "content": "w3"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": chat}]), tmp_path / "t.parquet")
+    assert read_prompt_table(tmp_path / "t.parquet").row(0) == {"prompt": chat}
     missing = [USER, {name: value for name, value in CALL.items() if name != "content"}, chat[2]]
     for prompt in (chat, missing):
         assert as_messages(prompt)[1]["content"] == ""

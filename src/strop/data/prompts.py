@@ -8,6 +8,7 @@ Control tokens in these texts are text, unless it allows them.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,16 +124,16 @@ def _only_calls(message: Mapping[str, Any]) -> bool:
 
 def chat_of_text(text: str | None) -> list[dict[str, Any]] | None:
     """Return the chat that a text holds as JSON, or as pandas writes lists into CSV; None for other texts."""
-    if not text or not text.lstrip().startswith("["):
-        return None
+    value = _parsed(text) if text and text.lstrip().startswith("[") else None
+    return value if isinstance(value, list) and value and all(map(_is_message, value)) else None
+
+
+def _parsed(text: str) -> Any:
+    """Return what a text holds as JSON or in Python's notation; the text itself if it is neither."""
     for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(text.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        is_chat = isinstance(value, list) and bool(value)
-        return value if is_chat and all(map(_is_message, value)) else None
-    return None
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text.strip())
+    return text
 
 
 def _is_message(value: Any) -> bool:
@@ -144,13 +145,13 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 
     Raises ``ValueError`` for anything else.
     """
-    try:
-        given = json.loads(value or "[]") if isinstance(value, str) else value
-        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in given or ()]
+    given = _parsed(value) if isinstance(value, str) else value
+    if not given:
+        return None
+    if isinstance(given, list):
+        tools = [_parsed(tool) if isinstance(tool, str) else tool for tool in given]
         if all(isinstance(tool, dict) for tool in tools):
-            return tools or None
-    except (ValueError, TypeError, RecursionError):
-        pass
+            return tools
     raise ValueError(
         f"expected a list of JSON schemas of tools, or JSON text, found {_describe(value)}; if the column "
         "has something else, set data.tools_key=null"

@@ -67,7 +67,8 @@ def _own(column: str, value: Any) -> Any:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        kept = {"content"} if "role" in value else ()  # null in a message that only calls tools
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key in kept}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
