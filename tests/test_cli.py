@@ -289,9 +289,9 @@ def test_ctrl_c_mentions_the_checkpoint_if_there_is_one(inputs, tmp_path, monkey
     monkeypatch.setattr("strop.trainer.commands.train_once", stop)
     if saved:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
-    ending = "; the last whole checkpoint is kept (iteration 7)\n" if saved else "\n"
+    ending = "saved is step 7, from which the same command goes on" if saved else "nothing is saved"
     assert main(["train", *overrides(inputs, tmp_path)]) == 130
-    assert capsys.readouterr().err.endswith(f"stopped by Ctrl-C{ending}")
+    assert capsys.readouterr().err.endswith(f"Ctrl-C: stopped after step 0; {ending}\n")
 
 
 _ANSWER = '{"data_source": "openai/gsm8k", "response": "#### 3", "ground_truth": "3"}\n'

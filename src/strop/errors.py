@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUT_OFF = r"unexpected pos \d+|only \d+ of \d+ bytes written"
@@ -204,10 +204,11 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 @contextmanager
 def signals_interrupt(received: list[int]) -> Generator[None]:
-    """Turn SIGTERM, which schedulers and ``kill`` send, into a KeyboardInterrupt as of Ctrl-C; record both.
+    """Turn SIGTERM (of schedulers) and SIGHUP (of a closed terminal) into a KeyboardInterrupt as of Ctrl-C.
 
-    Only in the main thread. The exception itself carries no mark: Ray replaces it by a new one, and writers
-    of files by their own errors. Ctrl-C stays ignored where it is, as in a background job.
+    All are recorded in ``received``. Only in the main thread. The exception itself carries no mark: Ray
+    replaces it by a new one, and writers of files by their own errors. Ctrl-C stays ignored where it is, as
+    in a background job, and SIGHUP as under nohup.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -220,12 +221,54 @@ def signals_interrupt(received: list[int]) -> Generator[None]:
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         numbers.append(signal.SIGINT)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class HeldInterrupts:
+    """A context manager that lets its body end before an interrupt is raised, from ``begin`` on.
+
+    Takes the place of the handlers that raise one (``signals_interrupt``, Python's own) in the main thread;
+    elsewhere, and before ``begin``, it changes nothing. A second interrupt is raised at once. ``when_held``
+    is called in a thread: a handler may not write to a stream in whose middle it was called.
+    """
+
+    def __init__(self, when_held: Callable[[], Any]) -> None:
+        self._when_held = when_held
+        self._replaced: dict[int, Callable[[int, Any], Any]] = {}
+        self._first: int | None = None
+
+    def begin(self) -> None:
+        """Hold interrupts from now on, to the end of the body."""
+        if self._replaced or threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if callable(handler := signal.getsignal(number)):
+                self._replaced[number] = handler
+        for number in self._replaced:
+            signal.signal(number, self._hold)
+
+    def _hold(self, number: int, frame: Any) -> None:
+        if self._first is not None:
+            self._replaced[number](number, frame)
+        self._first = number
+        threading.Thread(target=self._when_held, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        replaced, self._replaced = self._replaced, {}
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        if kind is None and self._first is not None:
+            replaced[self._first](self._first, None)
 
 
 def portable(error: Exception) -> Exception:

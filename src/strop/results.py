@@ -58,22 +58,21 @@ class Run:
         It is that of the latest iteration that was saved. Raises ``CheckpointError`` if there is none yet, or
         if it is in shards.
         """
-        from strop.checkpoint.folder import newest_model
+        return self.model_at()
+
+    def model_at(self, step: int | None = None, *, best: bool = False) -> Path:
+        """Return the folder of the model of iteration ``step``, or of the ``best`` validated one.
+
+        Of those that were saved; without either, ``model_path``. Raises ``CheckpointError``.
+        """
+        from strop.checkpoint.folder import model_in, newest_model
         from strop.errors import CheckpointError
 
-        newest = newest_model(self.folder)
-        if newest is None:
+        if newest_model(self.folder) is None:
             raise CheckpointError(
                 f"{self.folder} has no trained model: a run saves it at its end, or with trainer.save_freq"
             )
-        exported = [role / "huggingface" for role in newest.iterdir() if role.name != "critic"]
-        model = next(filter(Path.is_dir, exported), newest)
-        if not any(model.glob("*.safetensors")):
-            raise CheckpointError(
-                f"{newest} was saved in the background, as shards (trainer.async_save): make a model of it "
-                f"by strop export {newest} --out FOLDER"
-            )
-        return model
+        return model_in(self.folder, step=step, best=best)
 
     def model(self) -> tuple[Any, Any]:
         """Return the trained model, on the CPU, and its tokenizer, as transformers loads them."""

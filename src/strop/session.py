@@ -29,8 +29,8 @@ def session(command: str) -> Generator[None]:
             with signals_interrupt(received):
                 yield
         except BaseException as error:
-            if signal.SIGTERM in received:
-                raise SystemExit(143) from error
+            if ended := next((number for number in received if number != signal.SIGINT), None):
+                raise SystemExit(128 + ended) from error
             if received and not isinstance(error, KeyboardInterrupt):
                 _interrupted(error)
             raise

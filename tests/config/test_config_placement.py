@@ -90,7 +90,7 @@ def test_several_processes_without_ray_are_an_error(monkeypatch, overrides):
 
 def test_restarts_without_checkpoints_or_processes_are_doubtful():
     assert list(processes.restarts(load_config(["trainer.max_restarts=0"]))) == []
-    ray = ["trainer.max_restarts=2", "trainer.n_gpus_per_node=2"]
+    ray = ["trainer.max_restarts=2", "trainer.n_gpus_per_node=2", "trainer.save_minutes=null"]
     assert list(processes.restarts(load_config([*ray, "trainer.save_freq=1"]))) == []
     (fresh,) = processes.restarts(load_config(ray))
     assert mentions(fresh.text, "trainer.max_restarts=2", "trainer.save_freq=-1")
@@ -123,7 +123,10 @@ def test_restarts_do_not_hide_a_placement_that_does_not_fit():
             ["trainer.n_gpus_per_node=1", "trainer.phase_timeout_s=5", "trainer.handles=false"],
             ("no effect", "trainer.phase_timeout_s=5", "trainer.handles=False"),
         ),
-        (["trainer.async_save=true"], ("no effect", "trainer.save_freq=-1", "trainer.async_save")),
+        (
+            ["trainer.async_save=true", "trainer.save_minutes=null"],
+            ("no effect", "trainer.save_freq=-1", "trainer.async_save"),
+        ),
     ],
 )
 def test_keys_without_effect_are_reported(overrides, parts):

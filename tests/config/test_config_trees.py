@@ -91,7 +91,7 @@ DOUBTFUL = [
     ),
     (["trainer.max_restarts=3"], ["no effect", "trainer.max_restarts"]),
     (["trainer.phase_timeout_s=5"], ["no effect", "trainer.phase_timeout_s"]),
-    (["trainer.async_save=True"], ["no effect", "trainer.async_save"]),
+    (["trainer.async_save=True", "trainer.save_minutes=null"], ["no effect", "trainer.async_save"]),
     (
         ["update.use_dynamic_bsz=True", "update.micro_batch_size_per_gpu=4"],
         ["cut by tokens", "update.micro_batch_size_per_gpu=4"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from pathlib import Path
 from statistics import fmean as mean
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ from strop.trainer.validation import make_report
 import tiny_model
 from builders import write_prompts
 from messages import mentions
-from runs import make_inputs, overrides, train
+from runs import make_inputs, metrics, overrides, train
 
 SAMPLED = [
     "actor_rollout_ref.rollout.val_kwargs.n=4",
@@ -189,6 +190,15 @@ def test_a_reward_model_scores_only_sources_without_a_rule(inputs, tmp_path):
     assert len({row["reward/reward_model"] for row in samples}) > 2
 
 
+def test_a_run_folder_stands_for_one_of_its_models(trained):
+    scores = {line["step"]: line["val/test_score/strop/arithmetic"] for line in metrics(trained)}
+    best = max((1, 2), key=lambda step: (scores[step], step))
+    paths = {1: trained / "global_step_1" / "actor" / "huggingface", 2: trained / "final_model"}
+    for which, step in (({}, 2), ({"step": 1}, 1), ({"step": 2}, 2), ({"best": True}, best)):
+        found = settings(str(trained), (), **which)["actor_rollout_ref.model.path"]
+        assert Path(found) == paths[step]
+
+
 VAL = ("--data", "{}/val.parquet")
 
 
@@ -199,11 +209,9 @@ VAL = ("--data", "{}/val.parquet")
         (("{}/nowhere", *VAL), ["MODEL={}/nowhere"]),
         (("{}/model", *VAL, "data.val_batch_size=0"), ["data.val_batch_size: found 0"]),
         (("{}/model", *VAL, "--max-prompt-length", "2"), ["--max-prompt-length is 2"]),
-        (("{}/trained/global_step_2", *VAL), ["strop export --role actor {}/trained/global_step_2 --out"]),
-        (("{}/trained", *VAL), ["strop export --role actor {}/trained/global_step_2 --out"]),
+        (("{}/trained", *VAL, "--step", "7"), ["{}/trained", "iteration 7", "1, 2"]),
         (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "--custom-reward"]),
-        (("{}/rewards", *VAL), ["strop export --role reward_model {}/rewards/global_step_7 --out"]),
-        (("{}/rewards/global_step_7", *VAL), ["{}/rewards/global_step_7 --out", "--reward-model"]),
+        (("{}/reward_model", *VAL), ["{}/reward_model", "--reward-model"]),
         (("{}/model", *VAL, "--n", "0"), ["--n: found 0"]),
         (("{}/model", *VAL, "--custom-reward", "{}/length.py:no"), ["length.py", "no"]),
         (("{}/model", *VAL, "--out", "{}/done"), ["done", "results.json"]),
@@ -217,7 +225,6 @@ def test_mistakes_are_errors_before_a_model_is_loaded(
 
     monkeypatch.setattr("strop.engines.torch.engine.load_causal_lm", load)
     monkeypatch.chdir(tmp_path)
-    (inputs / "rewards" / "global_step_7" / "reward_model").mkdir(parents=True, exist_ok=True)
     (inputs / "done").mkdir(exist_ok=True)
     (inputs / "done" / "results.json").touch()
     assert main(["eval", *(text.format(inputs) for text in arguments), "trainer.device=cpu"]) == 2

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from strop.checkpoint.export import export
-from strop.checkpoint.folder import require_own_files
+from strop.checkpoint.folder import require_own_files, source_in
 from strop.checkpoint.hub import Publication, upload
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
@@ -276,13 +276,20 @@ def test_the_folder_of_a_model_is_converted(saved, tmp_path):
     assert {path.name for path in out.iterdir()} == {path.name for path in model.iterdir()}
 
 
-def test_a_run_folder_is_not_exported_and_its_model_is_named(saved, tmp_path, capsys):
-    assert main(["export", str(saved[0]), "--out", str(tmp_path / "out")]) == 2
-    assert mentions(capsys.readouterr().err, "is a run folder", f"strop export {saved[0] / 'global_step_2'}")
-    final = tmp_path / "run" / "final_model"
-    final.mkdir(parents=True)
-    assert main(["export", str(final.parent), "--out", str(tmp_path / "out")]) == 2
-    assert mentions(capsys.readouterr().err, str(final), "needs no conversion", "--dtype bfloat16")
+def test_of_a_run_folder_the_newest_model_is_taken_or_the_chosen_one(saved, tmp_path, capsys):
+    run, _ = saved
+    assert source_in(run) == source_in(run, step=2) == run / "global_step_2"
+    assert source_in(run, step=1) == source_in(run / "global_step_1") == run / "global_step_1"
+    assert main(["export", str(run), "--out", str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    capsys.readouterr()
+    for given, *expected in (
+        (run, "--step=3", "no checkpoint of iteration 3", "1, 2"),
+        (run, "--best", "that was validated", "1, 2"),
+        (tmp_path / "model", "--best", "name a run folder"),
+    ):
+        assert main(["export", str(given), expected.pop(0), "--out", str(tmp_path / "no")]) == 2
+        assert mentions(capsys.readouterr().err, *expected)
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import strop
+from strop.checkpoint.folder import iteration_of
 from strop.config.load import load_tree
 from strop.config.trees import SFT
 from strop.data.answers import AnsweredDataset, response_batch
@@ -214,12 +215,15 @@ def test_a_final_model_is_the_newest_until_the_run_goes_on_from_before_it(inputs
         train("sft", overrides(inputs, tmp_path, "data.val_files=[]", *settings))
         return strop.Run(tmp_path).model_path.relative_to(tmp_path)
 
-    saved = Path("global_step_2", "actor", "huggingface")
-    assert model_after("trainer.total_training_steps=2", "trainer.save_freq=1") == saved
-    assert model_after("trainer.total_training_steps=4") == Path("final_model")
-    later = model_after("trainer.total_training_steps=3", "trainer.save_freq=1")
-    assert later == Path("global_step_3", "actor", "huggingface")
-    assert (tmp_path / "previous_1" / "final_model" / "model.safetensors").is_file()
+    final, weights = Path("final_model"), "model.safetensors"
+    assert model_after("trainer.total_training_steps=2", "trainer.save_freq=1") == final
+    saved = tmp_path / "global_step_2" / "actor" / "huggingface"
+    assert (tmp_path / final / weights).samefile(saved / weights)
+    assert not (tmp_path / final / "config.json").samefile(saved / "config.json")  # people edit it
+    assert model_after("trainer.total_training_steps=4", "trainer.save_minutes=null") == final
+    assert model_after("trainer.total_training_steps=3", "trainer.save_freq=1") == final
+    assert iteration_of(tmp_path / final) == 3
+    assert iteration_of(tmp_path / "previous_1" / "final_model") == 4
 
 
 def test_validation_alone_requires_validation_files(inputs, tmp_path):

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from strop.checkpoint.folder import require_model_or_checkpoint, require_own_files, verify
+from strop.checkpoint.folder import require_own_files, source_in, verify
 from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
 from strop.data.hub import local_model
@@ -42,7 +42,8 @@ def export(
 ) -> Path:
     """Write the model of ``role`` in a ``global_step_N`` folder or URL to the new folder ``out``; return it.
 
-    ``checkpoint`` may also be the Hugging Face folder of one model or adapter, such as ``final_model``.
+    ``checkpoint`` may also be a run folder, whose newest model is taken, or the Hugging Face folder of one
+    model or adapter, such as ``final_model``.
     ``dtype`` is a name in ``DTYPES``, of a checkpoint's float32 weights or of the folder's; None keeps that
     of the exported folder. ``out`` appears only when
     whole. With ``merge``, LoRA adapters are merged into their base model, of which single weights are read.
@@ -129,12 +130,11 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state:
         needed = _needed(names, role, with_state=with_state)
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
-    local = Path(expand(checkpoint))
+    local = source_in(Path(expand(checkpoint)), role=role)
     if _is_model(local):
         require_own_files(local)
         require_unchanged(str(local), local, covering(local), remedy_of(local))
         return local
-    require_model_or_checkpoint(local)
     files = verify(local)
     _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
     copied = (path for path in (local / role / "huggingface").rglob("*") if path.is_file())

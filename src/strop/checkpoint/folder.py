@@ -11,17 +11,21 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from strop import manifest
 from strop.errors import CheckpointError
 from strop.files import atomic_write_text, crash_point
 from strop.manifest import MANIFEST, TRAINER_STATE, Entry, Manifest
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.text import VALIDATION_PREFIX
 
 TRAINER = "trainer.pt"
 """The driver's state; every other file of a checkpoint is in the folder of a worker group."""
-_KNOWN = re.compile(rf"{re.escape(TRAINER)}|[A-Za-z_]\w*/.+")
+BY_TIME = "saved_by_time"
+"""Empty file in a checkpoint that ``trainer.save_minutes`` or the end of a run by an interrupt has saved."""
+_KNOWN = re.compile(rf"{re.escape(TRAINER)}|{BY_TIME}|[A-Za-z_]\w*/.+")
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
 FINAL_MODEL = "final_model"
@@ -63,16 +67,49 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest | None:
     return found
 
 
-def require_model_or_checkpoint(path: Path) -> None:
-    """Raise ``CheckpointError`` for a run folder, with the name of its trained model."""
-    if (path / MANIFEST).is_file() or (source := newest_model(path)) is None:
-        return
-    ready = source.name == FINAL_MODEL
-    use = "a Hugging Face folder, which needs no conversion" if ready else "a checkpoint"
-    raise CheckpointError(
-        f"{path} is a run folder; its trained model is {source}, {use}. To convert that one: "
-        f"strop export {shlex.quote(str(source))} --out FOLDER{' --dtype bfloat16' if ready else ''}"
-    )
+def source_in(
+    path: Path, *, role: str = "actor", step: int | None = None, best: bool = False, as_model: bool = False
+) -> Path:
+    """Return what ``path`` stands for: of a run folder the checkpoint or model to take, else itself.
+
+    It is the newest one, that of iteration ``step``, or the ``best`` validated one of those that are there.
+    Where both are there it is the checkpoint, which has float32 weights, or with ``as_model`` the model.
+
+    Raises ``CheckpointError`` if the run has none such, or ``path`` is no run folder although one is chosen.
+    """
+    there = {saved: path / f"{PREFIX}{saved}" for saved in saved_steps(path)}
+    newest, final = latest_checkpoint(path), path / FINAL_MODEL
+    if role != "critic" and newest_model(path) == final:
+        iteration = iteration_of(final) or -1
+        if as_model or iteration not in there:
+            there[iteration] = newest = final
+    if step is None and not best:
+        return newest or path
+    if not there:
+        raise CheckpointError(f"{path} has no checkpoints to choose from; name a run folder")
+    chosen = best_step(path, there) if best else step
+    if chosen not in there:
+        wanted = f"iteration {step}" if chosen is not None else "an iteration that was validated"
+        raise CheckpointError(
+            f"{path} has no checkpoint of {wanted}; it has those of {', '.join(map(str, sorted(there)))}"
+        )
+    return there[chosen]
+
+
+def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path:
+    """Return the Hugging Face folder of a run folder or checkpoint; see ``source_in``.
+
+    Any other path is returned. Raises ``CheckpointError`` if the model is in shards.
+    """
+    source = source_in(path, step=step, best=best, as_model=True)
+    exported = [folder / "huggingface" for folder in source.glob("*") if folder.name != "critic"]
+    model = next(filter(Path.is_dir, exported), source)
+    if model != source and not any(model.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{source} was saved in the background, as shards (trainer.async_save): make a model of it "
+            f"by strop export {shlex.quote(str(source))} --out FOLDER"
+        )
+    return model
 
 
 def require_own_files(model: Path) -> None:
@@ -171,6 +208,23 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if stale.exists() and not final.exists():  # died between two renames
         stale.rename(final)
     return final
+
+
+def best_step(folder: Path, steps: Collection[int]) -> int | None:
+    """Return the one of ``steps`` of a run with the best validation; None if none of them has one.
+
+    It is by the mean of ``val/test_score/*`` over data sources, else by ``val/accuracy`` or ``val/loss``.
+    """
+    scores, file = {}, folder / METRICS_FILE
+    for metrics in read_metrics(file) if file.is_file() else ():
+        if metrics["step"] not in steps:
+            continue
+        found = [value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIX)]
+        if found:
+            scores[metrics["step"]] = sum(found) / len(found)
+        elif "val/loss" in metrics:
+            scores[metrics["step"]] = metrics.get("val/accuracy", -metrics["val/loss"])
+    return max(scores, key=lambda step: (scores[step], step), default=None)
 
 
 def newest_model(folder: Path) -> Path | None:

@@ -149,12 +149,10 @@ def model_of(
     if not is_url(source):
         source = Path(expand(source)).absolute()
         source = newest_model(source) or source
-        if (source / "config.json").is_file() or is_adapter(source):
-            if dtype is not None:
-                raise ConfigError(f"--dtype {dtype}: {source} is an exported model, whose dtype stays")
+        if dtype is None and ((source / "config.json").is_file() or is_adapter(source)):
             yield source, iteration_of(source)
             return
-    step = step_of(source)
+    step = step_of(source) if is_url(source) else iteration_of(Path(source))
     exported = None if is_url(source) else Path(source) / role / "huggingface"
     if dtype is None and exported is not None and any(exported.glob("*.safetensors")):
         yield exported, step

@@ -32,8 +32,10 @@ import numpy as np
 import torch
 
 from strop.checkpoint.folder import (
+    BY_TIME,
     PREFIX,
     TRAINER,
+    best_step,
     building_folder,
     is_renamed,
     latest_step,
@@ -50,6 +52,7 @@ from strop.config.schema import RootConfig
 from strop.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     RunFolderError,
     StropError,
     WorkerError,
@@ -68,6 +71,7 @@ AFTER_AN_INTERRUPT_S = 300.0
 """Limit, after an interrupt, for the save in flight and then for uploads, as either may hang."""
 IN_FLIGHT = "in_flight"
 """Folder in a checkpoint."""
+_KEPT_BY_TIME = 2
 _POLL_S = 0.1
 
 
@@ -111,16 +115,25 @@ class Checkpoints:
         folder: Path,
         *,
         max_to_keep: int | None = None,
+        save_minutes: float | None = None,
+        saves: bool = True,
         background: bool = False,
         remote: str | None = None,
         trained: Sequence[str] = TRAINED,
     ) -> None:
-        """Open the checkpoints in ``folder``; ``trained`` names the groups whose state is saved."""
+        """Open the checkpoints in ``folder``; ``trained`` names the groups whose state is saved.
+
+        Of the checkpoints that are saved ``by_time`` the last two are kept, and the one of the best
+        validation; of the others the last ``max_to_keep``. ``saves=False``: the run is to have none.
+        """
         self.folder = Path(expand(folder)).absolute()  # workers have other working directories
         self.max_to_keep = max_to_keep
+        self.save_minutes, self.saves = save_minutes, saves
         self.background = background
         self.trained = trained
         self._in_flight: tuple[int, list[Any]] | None = None
+        self._uploads_next = True
+        self._saved_at = time.monotonic()
         self._uploader: Uploader | None = None
         if remote is not None:
             checkpoints = RemoteCheckpoints(remote)
@@ -132,12 +145,18 @@ class Checkpoints:
             self._uploader = Uploader(checkpoints, max_to_keep=max_to_keep)
 
     @classmethod
-    def of(cls, config: RootConfig, *, trained: Sequence[str] = TRAINED) -> Checkpoints:
-        """Return the checkpoints of the run that ``config`` describes."""
+    def of(cls, config: RootConfig, *, trained: Sequence[str] = TRAINED, by_time: bool = True) -> Checkpoints:
+        """Return the checkpoints of the run that ``config`` describes.
+
+        ``by_time=False``: only those of ``trainer.save_freq``.
+        """
         settings = config.trainer
+        save_minutes = settings.save_minutes if by_time else None
         return cls(
             Path(settings.default_local_dir),
             max_to_keep=settings.max_ckpt_to_keep,
+            save_minutes=save_minutes,
+            saves=settings.save_freq > 0 or save_minutes is not None,
             background=settings.async_save,
             remote=settings.default_hdfs_dir,
             trained=trained,
@@ -225,8 +244,13 @@ class Checkpoints:
         trainer_state: dict[str, Any],
         *,
         later: Callable[[Path], Any | None] | None = None,
+        by_time: bool = False,
+        stopping: bool = False,
     ) -> Path:
         """Write ``global_step_<step>``; with ``background`` it appears after ``finish`` or a later ``poll``.
+
+        One that is saved ``by_time`` is uploaded only if the run is ``stopping``: copies are for the loss of
+        this machine.
 
         ``later`` gets the folder, and returns a part of the checkpoint that is complete only later, with the
         methods ``save_is_done()`` and ``finish_save()``, or None. With such a part the checkpoint appears as
@@ -247,15 +271,40 @@ class Checkpoints:
                 if self.background:
                     started.append(groups[name])
                 groups[name].save_checkpoint(building / name, background=self.background)
-            torch.save({**trainer_state, "random": random_state()}, building / TRAINER)
+            torch.save({"random": random_state(), **trainer_state}, building / TRAINER)
+            if by_time:
+                (building / BY_TIME).touch()
             if later is not None and (part := later(building)) is not None:
                 started.append(part)
         self._in_flight = step, started
+        self._uploads_next, self._saved_at = stopping or not by_time, time.monotonic()
         if started:
             self.poll()
         else:
             self.finish()
-        return self.folder / f"global_step_{step}"
+        return self.folder_of(step)
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of the checkpoint of iteration ``step``."""
+        return self.folder / f"{PREFIX}{step}"
+
+    def lacks(self, step: int) -> bool:
+        """Return True if ``step`` is not 0 and has no checkpoint, whole or being written."""
+        is_here = self.folder_of(step).is_dir() or (
+            self._in_flight is not None and self._in_flight[0] == step
+        )
+        return step > 0 and not is_here
+
+    def is_time(self, *, last: bool) -> bool:
+        """Return True ``save_minutes`` after the last save (of the start, before the first one).
+
+        Also after the ``last`` iteration of a run that has saved before, so that the newest is of its end.
+        """
+        if self.save_minutes is None:
+            return False
+        if last:
+            return latest_step(self.folder) is not None
+        return time.monotonic() - self._saved_at >= 60 * self.save_minutes
 
     def poll(self) -> None:
         """Finish the save in flight if every group has written its part; never wait."""
@@ -283,8 +332,8 @@ class Checkpoints:
                 seal(building_folder(self.folder, step))
             publish(self.folder, step)
         self._in_flight = None
-        if self._uploader is not None:
-            self._uploader.submit(step, self.folder / f"global_step_{step}")
+        if self._uploader is not None and self._uploads_next:
+            self._uploader.submit(step, self.folder_of(step))
         self._prune(newest=step)
 
     def find(self, resume_mode: str) -> Path | None:
@@ -376,18 +425,29 @@ class Checkpoints:
         )
 
     def _prune(self, newest: int) -> None:
-        """Keep the last ``max_to_keep`` up to ``newest``, which is whole, and any that is being uploaded.
+        """Remove what is not to be kept up to ``newest``, which is whole, unless it is being uploaded.
 
         Later ones belong to a run that was resumed from an earlier checkpoint.
         """
-        if self.max_to_keep is None:
-            return
         steps = saved_steps(self.folder)
-        kept = [step for step in steps if step <= newest][-self.max_to_keep :]
+        by_time = [step for step in steps if (self.folder_of(step) / BY_TIME).is_file()]
+        by_number = [step for step in steps if step not in by_time]
+        kept = set(by_number) if self.max_to_keep is None else _last(by_number, self.max_to_keep, newest)
+        kept |= _last(by_time, _KEPT_BY_TIME, newest)
+        if not kept.issuperset(by_time):
+            try:
+                best = best_step(self.folder, by_time)
+            except DataError:  # metrics that cannot be read tell no best: keep all
+                return
+            kept |= set() if best is None else {best}
         for step in steps:
-            path = self.folder / f"global_step_{step}"
+            path = self.folder_of(step)
             if step not in kept and (self._uploader is None or self._uploader.release(path)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _last(steps: Sequence[int], count: int, newest: int) -> set[int]:
+    return set([step for step in steps if step <= newest][-count:])
 
 
 @contextlib.contextmanager

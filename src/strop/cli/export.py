@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from strop.checkpoint.folder import require_model_or_checkpoint
+from strop.checkpoint.folder import source_in
+from strop.cli.options import add_choice_of_checkpoint
 from strop.config.paths import expand, is_url
 from strop.errors import ConfigError
 
@@ -14,9 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop export``."""
     parser.add_argument(
         "checkpoint",
-        help="a global_step_N folder, or the URL of one, or a model's folder, such as final_model; with "
-        "--push also a run folder",
+        help="a run folder, whose newest model is taken, a global_step_N folder, the URL of one, or a "
+        "model's folder, such as final_model",
     )
+    add_choice_of_checkpoint(parser)
     parser.add_argument("--out", help="the Hugging Face folder to write; must not exist")
     parser.add_argument(
         "--role",
@@ -55,14 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("strop export needs --out FOLDER, --push OWNER/NAME, or both")
     if arguments.merge and arguments.out is None:
         raise ConfigError("--merge needs --out FOLDER, the merged model's; --push then uploads that")
-    model = None
+    source, model = arguments.checkpoint, None
+    if not is_url(source):
+        which = {"step": arguments.step, "best": arguments.best}
+        source = str(source_in(Path(expand(source)), role=arguments.role, **which))
     if arguments.out is not None:
-        if not is_url(arguments.checkpoint):
-            require_model_or_checkpoint(Path(expand(arguments.checkpoint)))  # before seconds of imports
         from strop.checkpoint.export import export
 
         model = export(
-            arguments.checkpoint,
+            source,
             arguments.out,
             role=arguments.role,
             dtype=arguments.dtype,
@@ -73,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         from strop.checkpoint.hub import push
 
         done = push(
-            arguments.checkpoint,
+            source,
             role=arguments.role,
             repo_id=arguments.push or None,
             revision=arguments.revision,

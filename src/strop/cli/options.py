@@ -1,7 +1,8 @@
-"""Messages in the words of a command with options of its own: ``--data`` instead of ``data.val_files``."""
+"""What commands share: an option, and messages in their words (``--data`` instead of ``data.val_files``)."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 from collections.abc import Generator, Mapping
@@ -56,3 +57,12 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     handler.setFormatter(_InOptions(names or {}))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("strop").setLevel(logging.INFO)
+
+
+def add_choice_of_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add ``--step`` and ``--best``, for commands that take a run folder."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="of a run folder: the checkpoint of iteration N")
+    which.add_argument(
+        "--best", action="store_true", help="of a run folder: the checkpoint validated as the best"
+    )

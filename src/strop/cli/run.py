@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sys
@@ -25,8 +26,8 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
     """Run ``action`` and return the exit status.
 
     A ``StropError``, and an ``OSError`` about a file or a full disk, is printed without its traceback
-    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. Their message ends
-    with the notes of the interrupt (``BaseException.add_note``).
+    (unless ``debug``) and gives 2; Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, as shells expect. Their
+    message ends with the notes of the interrupt (``BaseException.add_note``).
     """
     received: list[int] = []
     try:
@@ -42,12 +43,15 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
 
 def _stopped(received: list[int], error: BaseException) -> int:
     """Report an interrupt, also one that came out as the error of something that it interrupted."""
-    name, status = ("SIGTERM", 143) if signal.SIGTERM in received else ("Ctrl-C", 130)
+    number = received[0] if received else signal.SIGINT
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     notes = getattr(error, "__notes__", [])
-    sys.stderr.write("; ".join([f"stopped by {name}", *notes]) + "\n")
-    if not is_interrupt(error):
-        sys.stderr.write(printable(f"while stopping: {type(error).__name__}: {error}") + "\n")
-    return status
+    with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+        sys.stderr.write(f"{name}: {'; '.join(notes)}\n" if notes else f"stopped by {name}\n")
+        if not is_interrupt(error):
+            sys.stderr.write(printable(f"while stopping: {type(error).__name__}: {error}") + "\n")
+        sys.stderr.flush()
+    return 128 + number
 
 
 def _failed(error: Exception) -> int:

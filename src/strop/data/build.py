@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from strop.config.schema import Config
-from strop.data.loader import EpochSampler, PromptLoader, SampledBatches, collate, one_pass
+from strop.data.loader import EpochSampler, PromptLoader, SampledBatches, collate, lacks_for_resume, one_pass
 from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
 from strop.data.sources import Rows, sources
 from strop.errors import Attempts, ConfigError, DataError
 from strop.protocol import DataProto
+
+logger = logging.getLogger("strop.data")
 
 
 def build_loaders(
@@ -63,12 +66,14 @@ def build_loaders(
 def _require_usable(sampler: Any, config: Config) -> None:
     """Raise ``ConfigError`` for a sampler whose order the run cannot continue, or needs in advance."""
     kind, save_freq = type(sampler).__name__, config.trainer.save_freq
-    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
-    if missing and save_freq > 0:
-        raise ConfigError(
-            f"train_sampler={kind} has no {' and no '.join(missing)}, so a resume would train "
-            f"on other rows (trainer.save_freq={save_freq}): add the methods, or set trainer.save_freq=-1"
-        )
+    if missing := lacks_for_resume(sampler):
+        text = f"train_sampler={kind} has no {' and no '.join(missing)}"
+        if save_freq > 0:
+            raise ConfigError(
+                f"{text}, so a resume would train on other rows (trainer.save_freq={save_freq}): add the "
+                "methods, or set trainer.save_freq=-1"
+            )
+        logger.info("%s: the run saves no checkpoint by time, nor when it is stopped", text)
     ahead = {
         "trainer.async_steps": config.trainer.async_steps,
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,

@@ -181,6 +181,11 @@ class SampledBatches:
         self.epoch, self.position, self._rows = state["epoch"], state["position"], None
 
 
+def lacks_for_resume(sampler: Any) -> list[str]:
+    """Return the methods that a user's sampler needs for a resume and does not have."""
+    return [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
+
+
 def one_pass(num_rows: int, batch_size: int) -> BatchSampler:
     """Return batches of every row once, in order; the last one may be smaller."""
     return BatchSampler(range(num_rows), batch_size, drop_last=False)

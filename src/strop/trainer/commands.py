@@ -149,7 +149,7 @@ def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
 
     folder = RunFolder(config.trainer.default_local_dir)
     restarts_left = config.trainer.max_restarts
-    with run_lock(folder.path), _naming_the_checkpoint(folder):
+    with run_lock(folder.path), _naming_the_checkpoint(folder, config):
         while True:
             before = folder.latest_checkpoint()
             try:
@@ -173,11 +173,18 @@ def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
 
 
 @contextmanager
-def _naming_the_checkpoint(folder: RunFolder) -> Generator[None]:
-    """Add the latest checkpoint, if there is one, as a note to what ends the body: an interrupt, an error."""
+def _naming_the_checkpoint(folder: RunFolder, config: RootConfig) -> Generator[None]:
+    """Add where the run stands as a note to what ends the body: an interrupt, an error."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:  # a library may replace an interrupt by its own error
-        if latest := folder.latest_checkpoint():
-            error.add_note(f"the last whole checkpoint is kept (iteration {latest[0]})")
+        latest, step = folder.latest_checkpoint(), str(folder.last_logged_step())
+        auto = config.trainer.resume_mode == "auto"
+        again = "the same command goes on" if auto else "trainer.resume_mode=auto goes on"
+        if latest and latest[0] == step:
+            error.add_note(f"stopped at step {step}, saved; {again}")
+        elif latest:
+            error.add_note(f"stopped after step {step}; saved is step {latest[0]}, from which {again}")
+        else:
+            error.add_note(f"stopped after step {step}; nothing is saved")
         raise

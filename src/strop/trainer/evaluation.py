@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.checkpoint.folder import model_in
 from strop.config.memory.facts import read_model_facts
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from strop.tracking.report import ValidationReport
 
 logger = logging.getLogger(__name__)
+
+_SCORER = 'ForSequenceClassification"'
+"""End of the class in ``config.json`` of a reward model."""
 
 
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
@@ -115,6 +119,8 @@ def settings(
     model: str,
     data: Sequence[str],
     *,
+    step: int | None = None,
+    best: bool = False,
     n: int = 1,
     temperature: float | None = None,
     top_p: float = 1.0,
@@ -129,7 +135,13 @@ def settings(
     show: int = 3,
 ) -> dict[str, Any]:
     """Return the keys of an evaluation; the parameters are the options of ``strop eval``."""
-    _require_model(model)
+    if not is_url(model):
+        folder = model_in(Path(expand(model)), step=step, best=best)
+        model = str(folder)
+        if (described := folder / "config.json").is_file() and _SCORER in described.read_text(
+            errors="replace"
+        ):
+            raise ConfigError(f"{model} is a reward model, which scores answers: give it with --reward-model")
     if temperature is None:
         temperature = 0.0 if n == 1 else 1.0
     facts = read_model_facts(model)
@@ -195,16 +207,3 @@ def path_and_name(text: str) -> tuple[str, str]:
     """Split a path or URL from the name of the function, which may follow a colon."""
     path, colon, name = text.rpartition(":")
     return (path, name) if colon and name.isidentifier() else (text, "compute_score")
-
-
-def _require_model(path: str) -> None:
-    """Raise ``ConfigError`` for the folder of a run or a checkpoint, which contains a model but is none."""
-    folder = Path(expand(path))
-    if is_url(path) or (folder / "config.json").is_file():
-        return
-    for role in ("actor", "reward_model"):
-        if found := [*sorted(folder.glob(f"global_step_*/{role}")), *folder.glob(role)]:
-            raise ConfigError(
-                f"{path} is no model; make one: strop export --role {role} {found[-1].parent} --out FOLDER"
-                + (", and give it with --reward-model: it only scores answers" if role != "actor" else "")
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -16,9 +17,10 @@ import numpy as np
 from strop.checkpoint.folder import newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
-from strop.checkpoint.store import Checkpoints, reading_state_of
+from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
+from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
-from strop.errors import ConfigError, StropError, TrainingError, write_failure
+from strop.errors import ConfigError, HeldInterrupts, StropError, TrainingError, is_interrupt, write_failure
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
@@ -29,6 +31,9 @@ from strop.tracking.trackers import Tracking
 from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
+
+CAUSAL = "AutoModelForCausalLM"
+"""Class of transformers that loads a policy."""
 
 
 class Run(ABC):
@@ -41,10 +46,14 @@ class Run(ABC):
         self.trainer = trainer
         self.settings = trainer.config.trainer
         self.folder = RunFolder(self.settings.default_local_dir)
-        self.checkpoints = Checkpoints.of(trainer.config, trained=self.trained)
+        batches = None if trainer.train_loader is None else trainer.train_loader.batches
+        by_time = not (isinstance(batches, SampledBatches) and lacks_for_resume(batches.sampler))
+        self.checkpoints = Checkpoints.of(trainer.config, trained=self.trained, by_time=by_time)
         self.record = record_of(trainer.config)  # now: files may change while the run trains
         self.seconds_before = 0.0
         self.timeline = Timeline()
+        self._whole: dict[str, Any] | None = None  # the state after the last iteration, while models have it
+        self._interrupts: HeldInterrupts | None = None
         self.publication: Publication | None = trainer.publication
         self._lengths_figure: Future[Path] | None = None
 
@@ -54,9 +63,9 @@ class Run(ABC):
         with run_lock(self.folder.path):
             with self._drawn_at_the_end(), self.checkpoints:
                 self.start()
-                with self.tracking:
+                with self.tracking, self._saved_if_interrupted():
                     self.iterate()
-            self._log_model_path()
+            self._log_next_steps()
             self._publish()
 
     def start(self) -> None:
@@ -112,8 +121,9 @@ class Run(ABC):
         )
         if trainer.global_step > trainer.total_steps or not goes_on:
             raise ConfigError(f"{state}: nothing is left to train. {remedy}")
-        left = "curves, uploads" if self.settings.save_freq > 0 else "curves, final model, uploads"
-        logger.info("%s: nothing is left to train, only to complete %s. %s", state, left, remedy)
+        logger.info(
+            "%s: nothing is left to train, only to complete curves, final model, uploads. %s", state, remedy
+        )
 
     def iterate(self) -> None:
         """Train for the remaining iterations, or only validate."""
@@ -125,30 +135,80 @@ class Run(ABC):
             self._log_lengths_figure()
         if settings.val_only:
             return
+        self.mark()
         is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
         for batch in () if is_done else trainer.train_loader:
-            metrics = self.one_iteration(batch)
-            self.folder.require_held(trainer.global_step)
-            # Log before saving: a resume drops lines after its checkpoint, so metrics.jsonl of an
-            # interrupted run equals that of an uninterrupted one.
-            crash_point("log", trainer.global_step)
-            self.tracking.log(trainer.global_step, metrics)
+            with HeldInterrupts(self._say_when_it_stops) as self._interrupts:
+                metrics = self.one_iteration(batch)
+                self.folder.require_held(trainer.global_step)
+                # Log before saving: a resume drops lines after its checkpoint, so metrics.jsonl of an
+                # interrupted run equals that of an uninterrupted one.
+                crash_point("log", trainer.global_step)
+                self.tracking.log(trainer.global_step, metrics)
+                self.mark()
             self._log_lengths_figure()
             self.checkpoints.poll()
-            if self.is_due(settings.save_freq):
-                self.folder.require_held(trainer.global_step)
+            is_due = self.is_due(settings.save_freq)
+            if is_due or self.checkpoints.is_time(last=trainer.global_step == trainer.total_steps):
                 with trainer.timer.phase("save_checkpoint"):
-                    self.save()
+                    self.save(by_time=not is_due)
             if trainer.global_step == trainer.total_steps:
                 break
-        if settings.save_freq <= 0:
-            # with checkpoints the last one holds the model
-            self.folder.require_held(trainer.global_step)
-            trainer.groups[self.trained[0]].export(self.folder.final_model, trainer.global_step)
+        self.checkpoints.finish()
+        self.folder.require_held(trainer.global_step)
+        role, step = self.trained[0], trainer.global_step
+        saved = self.checkpoints.folder_of(step) / role / "huggingface"
+        has_weights = any(saved.glob("*.safetensors"))
+        trainer.groups[role].export(self.folder.final_model, step, saved if has_weights else None)
 
-    def save(self) -> None:
-        """Save a checkpoint."""
-        self.checkpoints.save(self.trainer.global_step, self.trainer.groups, self.state_dict())
+    @property
+    def late_part(self) -> Callable[[Path], Any] | None:
+        """What makes the part of a checkpoint that is complete later; see ``Checkpoints.save``."""
+        return None
+
+    def save(self, *, by_time: bool, stopping: bool = False) -> None:
+        """Save a checkpoint of the last whole iteration."""
+        assert self._whole is not None
+        self.folder.require_held(self._whole["global_step"])
+        self.checkpoints.save(
+            self._whole["global_step"],
+            self.trainer.groups,
+            self._whole,
+            later=self.late_part,
+            by_time=by_time,
+            stopping=stopping,
+        )
+
+    def begin_update(self) -> None:
+        """Let an interrupt wait from now on until the iteration is whole: models change."""
+        assert self._interrupts is not None
+        self._interrupts.begin()
+        self._whole = None
+
+    def mark(self) -> None:
+        """Note the state after an iteration; the next one moves the loader and the KL coefficient."""
+        if self.checkpoints.saves:
+            self._whole = {**self.state_dict(), "random": random_state()}
+
+    def _say_when_it_stops(self) -> None:
+        step = self.trainer.global_step + 1
+        logger.warning("stopping after iteration %d, which is under way; a second time: at once", step)
+
+    @contextmanager
+    def _saved_if_interrupted(self) -> Generator[None]:
+        """Save the state after the last whole iteration if an interrupt ends the body."""
+        try:
+            yield
+        except BaseException as error:
+            whole = self._whole
+            if whole is None or not is_interrupt(error) or not self.checkpoints.lacks(whole["global_step"]):
+                raise
+            logger.info("saving iteration %d", whole["global_step"])
+            try:
+                self.save(by_time=not self.is_due(self.settings.save_freq), stopping=True)
+            except (StropError, OSError) as failure:  # the interrupt remains the cause
+                logger.warning("warning: %s", failure)
+            raise
 
     def is_due(self, every: int) -> bool:
         """Return True after each ``every`` iterations and after the last one; never for -1."""
@@ -218,13 +278,21 @@ class Run(ABC):
         else:
             self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
 
-    def _log_model_path(self) -> None:
-        """Log where the trained model is: its folder may be a default."""
-        model = newest_model(self.folder.path)
-        if model is None or self.settings.val_only:
+    def _log_next_steps(self) -> None:
+        """Log the commands that show and use what the run has made: its folder may be a default."""
+        if self.settings.val_only:
             return
-        exported = model / self.trained[0] / "huggingface"
-        logger.info("trained model: %s", exported if exported.is_dir() else model)
+        run, model, auto = (
+            shlex.quote(str(self.folder.path)),
+            self.folder.final_model,
+            self.trainer.auto_class,
+        )
+        logger.info("view:  strop view %s --web", run)
+        if auto == CAUSAL:
+            logger.info("eval:  strop eval %s --data FILE", run)
+        else:
+            logger.info("use:   reward_model.enable=True reward_model.model.path=%s", shlex.quote(str(model)))
+        logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
 
     def _publish(self) -> None:
         """Upload the trained model; a failure is a warning, and ``upload_failed`` of the trainer."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -98,6 +99,15 @@ class LatePart:
             self._tail, self._with_tail = None, False  # idempotent: an interrupted save calls this again
 
 
+class _Mark(NamedTuple):
+    """What is in flight after an iteration."""
+
+    batches: list[BatchAhead]
+    admitted: int
+    """Number of the last batch whose prompts the rollout has."""
+    kept: list[DataProto]
+
+
 class RolloutClock:
     """The rollout's own account of its time, by batch (``meta_info["generation"]``)."""
 
@@ -158,6 +168,7 @@ class Pipeline:
         self._coming: Iterator[DataProto] = loader.ahead()
         self._taken = self._last = 0  # number of the last batch taken, and begun
         self._cut: LatePart | None = None
+        self._mark: _Mark
         self.rollout = RolloutClock()
         self.ready_batches = 0
         """Complete batches when the learner took the last one."""
@@ -205,20 +216,26 @@ class Pipeline:
                 number = self._last + len(self._admitted)
                 self._loading.append(self.ppo.admit(self._admitted[-1], number))
 
-    def save(self, checkpoint: Path) -> LatePart | None:
-        """Return the part of a checkpoint that is complete later; None if nothing is in flight.
+    def mark(self) -> None:
+        """Note what a checkpoint of the present state has; call it after each iteration."""
+        kept = [] if self._filter is None else list(self._filter.kept)
+        self._mark = _Mark(list(self._batches), self._last + len(self._admitted), kept)
 
-        Call it after an update; the part may be finished after the next ``take``.
+    def save(self, checkpoint: Path) -> LatePart | None:
+        """Return the part of a checkpoint that is complete later; None if nothing was in flight at ``mark``.
+
+        It may be finished after the next ``take``. If the rollout takes part (``beside``), ``save`` itself
+        comes before that.
         """
-        kept = [] if self._filter is None else self._filter.kept
-        if not self._batches and not self._admitted and not kept:
+        batches, admitted, kept = self._mark
+        if not batches and admitted <= self._taken and not kept:
             return None
         folder = checkpoint / IN_FLIGHT
         folder.mkdir()
         for rows in kept:  # at most one
             _save(rows, folder / KEPT)
-        torch.save({"admitted": self._last + len(self._admitted)}, folder / SCHEDULE)
-        self._cut = LatePart(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
+        torch.save({"admitted": admitted}, folder / SCHEDULE)
+        self._cut = LatePart(self.ppo, folder, batches, with_tail=self.beside > 0)
         return self._cut
 
     def restore(self, checkpoint: Path, *, with_batches: bool = True) -> None:

@@ -11,7 +11,7 @@ Shapes: B samples (prompts x rollout.n), T response tokens; seeds [P, N] of P pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -142,6 +142,8 @@ class PPO:
     ) -> None:
         self.config, self.groups, self.reward_fn, self.weights = config, groups, reward_fn, weights
         self.total_iterations = total_iterations
+        self.before_update: Callable[[], None] = lambda: None
+        """Called when a model is about to change."""
         limits = config.reward_model
         self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         self.estimator = get_estimator(config.algorithm.adv_estimator)
@@ -364,6 +366,7 @@ class PPO:
 
     def start_critic_update(self, batch: DataProto, timer: PhaseTimer, iteration: int) -> PendingUpdates:
         section = self.config.critic
+        self.before_update()
         with timer.phase("update_critic"):
             parts = self._mini_batches(batch.select(*_CRITIC_COLUMNS), section, "critic", iteration)
             update = self.groups.critic.update_critic
@@ -373,6 +376,7 @@ class PPO:
         self, batch: DataProto, timer: PhaseTimer, iteration: int, recorded: bool
     ) -> PendingUpdates:
         section, actor = self.config.actor_rollout_ref.actor, self.groups.actor
+        self.before_update()
         optional = [name for name in dict.fromkeys((*_ACTOR_OPTIONAL, *self._loss_inputs)) if name in batch]
         with timer.phase("update_actor"):
             # Ratios of the samples that are written down: new log-probs against the old ones.

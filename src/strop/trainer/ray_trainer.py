@@ -24,14 +24,14 @@ from strop.protocol import DataProto
 from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.trainer.frozen_head import warn_of_frozen_head
-from strop.trainer.loop import Run
+from strop.trainer.loop import CAUSAL, Run
 from strop.trainer.metrics import (
     PhaseTimer,
     peak_memory,
     speed_metrics,
     staleness_metrics,
 )
-from strop.trainer.pipeline import Pipeline
+from strop.trainer.pipeline import LatePart, Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import BestValidation, Validator
@@ -69,6 +69,7 @@ class RayPPOTrainer(VerlNames):
         rows: rows in memory, read where ``data.train_files`` or ``data.val_files`` has their names.
     """
 
+    auto_class = CAUSAL
     trained: tuple[str, ...] = TRAINED
     """Names of the groups whose state is in checkpoints; a subclass may add those of its roles."""
 
@@ -324,6 +325,10 @@ class ReinforcementRun(Run):
                 self.trainer.pipeline.cancel()
             raise
 
+    def start(self) -> None:
+        self.trainer.ppo.before_update = self.begin_update
+        super().start()
+
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         super().resume(checkpoint, goes_on=goes_on)
         trainer, steps = self.trainer, self.settings.async_steps
@@ -346,19 +351,23 @@ class ReinforcementRun(Run):
         if not self.settings.val_only and (found := self.best.if_later_ones_are_worse(self.folder.path)):
             logger.warning("warning: %s", found)
 
-    def save(self) -> None:
-        """See ``Run.save``; samples in flight are a part of the checkpoint."""
-        pipeline = self.trainer.pipeline
-        self.checkpoints.save(
-            self.trainer.global_step,
-            self.trainer.groups,
-            self.state_dict(),
-            later=None if pipeline is None else pipeline.save,
-        )
+    def mark(self) -> None:
+        super().mark()
+        if self.trainer.pipeline is not None:
+            self.trainer.pipeline.mark()
+
+    @property
+    def late_part(self) -> Callable[[Path], LatePart | None] | None:
+        """Samples in flight are a part of the checkpoint."""
+        return None if self.trainer.pipeline is None else self.trainer.pipeline.save
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """Run one iteration of PPO, log samples and validate; return all metrics."""
         trainer, settings = self.trainer, self.settings
+        own_step = type(trainer).step is not RayPPOTrainer.step  # what changes when is not known
+        if own_step or (trainer.pipeline is not None and trainer.pipeline.beside):
+            # there the rollout's part of the last iteration's checkpoint is overwritten
+            self.begin_update()
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1

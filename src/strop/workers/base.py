@@ -262,18 +262,23 @@ class Worker(Generic[Root]):
             raise CheckpointError(problems[0])
 
     @register(Dispatch.ONE_TO_ALL)
-    def export(self, folder: Path, iteration: int) -> None:
+    def export(self, folder: Path, iteration: int, saved: Path | None = None) -> None:
         """Write the model as a Hugging Face folder, replacing an earlier one once the new one is complete.
 
-        ``iteration`` is that of its weights, written to ``trainer_state.json``.
+        ``iteration`` is that of its weights, written to ``trainer_state.json``. ``saved`` is the whole folder
+        of the same model in a checkpoint: weights in it get a second name and are not written again.
         """
         building = folder.with_name(f"{folder.name}.tmp")
+        saved = None if self.merges_export else saved
         if self.rank == 0:
             shutil.rmtree(building, ignore_errors=True)
-        self.engine.export(building, self.tokenizer, merged=self.merges_export, dtype=self.export_dtype)
+            if saved is not None:
+                shutil.copytree(saved, building, copy_function=_link_weights)
+        if saved is None:
+            self.engine.export(building, self.tokenizer, merged=self.merges_export, dtype=self.export_dtype)
         if self.rank == 0:
             (building / TRAINER_STATE).write_text(json.dumps({"global_step": iteration}) + "\n")
-            write(building, describe(building))
+            write(building, describe(building, None if saved is None else covering(saved)))
             shutil.rmtree(folder, ignore_errors=True)
             # renamed last: after a kill the new model is whole in NAME.tmp, or in its place
             building.rename(folder)
@@ -340,3 +345,11 @@ class RoleWorker(Worker[Config]):
         """Return the micro-batch size of the pass ``name`` (a key of ``MICRO_BATCHES``) on this rank."""
         size = resolve_micro_batch(self.config, name, self.world_size)
         return MicroBatching(rows=size.rows, max_tokens=size.max_tokens)
+
+
+def _link_weights(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        with suppress(OSError):  # a file system without hard links
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)  # not a second name for what people edit

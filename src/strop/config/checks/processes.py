@@ -107,8 +107,9 @@ def _kinds(config: RootConfig) -> dict[str, Kind]:
 def restarts(config: RootConfig) -> Iterator[Finding]:
     """Warn of restarts without checkpoints."""
     trainer = config.trainer
-    if trainer.max_restarts and trainer.save_freq < 0 and runs_on_ray(config):
+    never = trainer.save_freq < 0 and trainer.save_minutes is None
+    if trainer.max_restarts and never and runs_on_ray(config):
         yield warning(
-            f"trainer.max_restarts={trainer.max_restarts} with trainer.save_freq=-1: without checkpoints a "
-            "restart begins at iteration 0"
+            f"trainer.max_restarts={trainer.max_restarts} with trainer.save_freq=-1 and save_minutes=null: "
+            "without checkpoints a restart begins at iteration 0"
         )

@@ -13,6 +13,7 @@ from strop.config.schema.base import (
     Every,
     Expected,
     Names,
+    PositiveFloat,
     PositiveInt,
     Processes,
     Seconds,
@@ -25,9 +26,15 @@ from strop.config.schema.critic import NO_CRITIC
 from strop.config.schema.data import NO_VALIDATION
 
 _NO_CHECKPOINTS = no_effect(
+    "with trainer.save_freq=-1 and trainer.save_minutes=null",
+    lambda at: at.value and at.section.save_freq < 0 and at.section.save_minutes is None,
+    "no checkpoints are written",
+)
+
+_BY_TIME_ALONE = no_effect(
     "with trainer.save_freq=-1",
     lambda at: at.value and at.section.save_freq < 0,
-    "no checkpoints are written",
+    "of the checkpoints that trainer.save_minutes writes the last two are kept, and the best validated one",
 )
 
 _OTHER_POOLS = no_effect(
@@ -78,10 +85,12 @@ class RunConfig(Section, resumes=MAY_CHANGE):
     """The one seed that all random streams derive from."""
     save_freq: Every
     """Save a checkpoint every this many iterations."""
+    save_minutes: PositiveFloat | None
+    """Save one too when an iteration ends this long after the last save, and at Ctrl-C; null: neither."""
     async_save: Annotated[bool, _NO_CHECKPOINTS]
     """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
-    max_ckpt_to_keep: Annotated[PositiveInt | None, _NO_CHECKPOINTS]
-    """Checkpoints to keep, the newest ones; null: all."""
+    max_ckpt_to_keep: Annotated[PositiveInt | None, _BY_TIME_ALONE]
+    """Checkpoints of save_freq to keep, the newest ones; null: all."""
     test_freq: Annotated[Every, NO_VALIDATION]
     """Validate every this many iterations."""
     val_before_train: Annotated[bool, NO_VALIDATION]

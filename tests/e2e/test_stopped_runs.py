@@ -1,0 +1,156 @@
+"""Runs that are stopped, and not killed: what they save, what they say, and the same numbers in the end."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.checkpoint.folder import saved_steps, verify
+from strop.cli.main import main
+from strop.trainer.ppo import PPO
+from strop.trainer.ray_trainer import ReinforcementRun
+from strop.workers.policy import ActorRolloutRefWorker
+from strop.workers.supervised import SupervisedWorker
+
+import forked
+from messages import mentions
+from runs import hashes, make_inputs, metrics, overrides, train
+
+SETTINGS = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=200",
+    "trainer.total_training_steps=5",
+    "trainer.test_freq=2",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=-1",
+)
+APART = (
+    "trainer.worker_group=local",
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+)
+FILTERED = ("algorithm.filter_groups.enable=true",)
+PLACES = {
+    "generate": (ActorRolloutRefWorker, "generate_sequences"),
+    "evaluate": (ActorRolloutRefWorker, "compute_ref_log_prob"),
+    "update": (PPO, "_mini_batches"),
+    "validate": (ReinforcementRun, "validate"),
+    "finish": (PPO, "finish"),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"), rows=16)
+    (folder / "reward.py").write_text("def compute_score(solution_str): return len(solution_str) % 2\n")
+    return folder
+
+
+def options_of(inputs: Path, run: Path, *extra: str) -> list[str]:
+    reward = f"custom_reward_function.path={inputs / 'reward.py'}"
+    return overrides(inputs, run, *SETTINGS, reward, *extra)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs):
+    found: dict[tuple[str, ...], Any] = {}
+
+    def run(extra: tuple[str, ...]) -> Any:
+        if extra not in found:
+            folder = inputs / f"undisturbed_{len(found)}"
+            found[extra] = hashes(train(options_of(inputs, folder, *extra))), metrics(folder)
+        return found[extra]
+
+    return run
+
+
+def strike(place: str, call: int, *numbers: int) -> None:
+    """Have this process get the signals in the given call of a method."""
+    owner, name = PLACES.get(place) or (SupervisedWorker, "update")
+    original, calls = getattr(owner, name), iter(range(1, 1000))
+
+    @functools.wraps(original)
+    def struck(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return original(*arguments, **options)
+
+    setattr(owner, name, struck)
+
+
+def command_struck(command: str, options: list[str], place: str, call: int, *numbers: int) -> None:
+    strike(place, call, *numbers)
+    sys.exit(main([command, *options]))
+
+
+def slow(*values: Any) -> Any:
+    """A neighbour of the other cases."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "saved", "name", "extra"),
+    [
+        ("generate", 4, 2, "SIGINT", ()),  # the third call is of the validation
+        slow("evaluate", 3, 2, "SIGTERM", ()),
+        ("update", 3, 3, "SIGHUP", ()),
+        slow("validate", 1, 2, "SIGINT", ()),
+        slow("generate", 4, 2, "SIGINT", ("trainer.async_save=true",)),
+        ("finish", 3, None, "SIGINT", (*APART, "trainer.async_steps=1")),
+        ("finish", 3, None, "SIGTERM", (*APART, "trainer.async_steps=4")),
+        slow("generate", 9, None, "SIGINT", FILTERED),
+    ],
+)
+def test_a_stopped_run_saves_its_last_whole_iteration_and_goes_on_to_the_same_numbers(
+    inputs, undisturbed, tmp_path, place, call, saved, name, extra
+):
+    number, run = getattr(signal, name), tmp_path / "run"
+    options = options_of(inputs, run, *extra)
+    done = forked.run(command_struck, "train", options, place, call, number)
+    assert done.returncode == 128 + number, done.stderr[-3000:]
+    said = done.stderr.splitlines()[-1]
+    saved = saved or saved_steps(run)[0]  # ahead, what is called when is another one's affair
+    assert mentions(said, {"SIGINT": "Ctrl-C"}.get(name, name), f"stopped at step {saved}, saved", "goes on")
+    assert saved_steps(run) == [saved]
+    verify(run / f"global_step_{saved}")
+    assert (hashes(train(options)), metrics(run)) == undisturbed(extra)
+
+
+def test_a_second_interrupt_in_an_update_stops_at_once(inputs, tmp_path):
+    options = options_of(inputs, tmp_path)
+    numbers = signal.SIGINT, signal.SIGTERM
+    done = forked.run(command_struck, "train", options, "update", 3, *numbers)
+    assert done.returncode == 143, done.stderr[-3000:]
+    assert mentions(done.stderr.splitlines()[-1], "stopped after step 2", "nothing is saved")
+    assert saved_steps(tmp_path) == []
+
+
+def test_without_time_and_number_nothing_is_saved(inputs, tmp_path):
+    options = options_of(inputs, tmp_path, "trainer.save_minutes=null")
+    done = forked.run(command_struck, "train", options, "generate", 4, signal.SIGINT)
+    assert done.returncode == 130, done.stderr[-3000:]
+    assert mentions(done.stderr.splitlines()[-1], "stopped after step 2", "nothing is saved")
+
+
+def test_checkpoints_by_time_are_the_last_two_and_the_best_validated_one(inputs, tmp_path):
+    often = "trainer.save_minutes=1e-9", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=1"
+    options = overrides(
+        inputs, tmp_path, *SETTINGS, *often, "trainer.total_training_steps=7", "trainer.test_freq=1"
+    )
+    train(options)
+    found = metrics(tmp_path)
+    by_time = [line for line in found if line["step"] in (1, 2, 4, 5)]
+    (score,) = (name for name in by_time[0] if name.startswith("val/test_score/"))
+    best = max(by_time, key=lambda line: (line[score], line["step"]))["step"]
+    # of save_freq: the last, which is the run's end
+    assert saved_steps(tmp_path) == sorted({best, 4, 5, 7})
