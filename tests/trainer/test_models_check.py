@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from unittest import mock
 
 import pytest
@@ -10,15 +11,17 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
+from strop.config.memory.facts import read_model_facts
 from strop.config.trees import SFT
 from strop.controller.pools import Role
-from strop.errors import StropError
+from strop.errors import ModelError, StropError
+from strop.models.loader import load_model_config
 from strop.trainer.build import build_trainer
 from strop.trainer.supervised import SftTrainer, build
 from strop.workers.reward_model import RewardModelWorker
 
 import tiny_model
-from messages import mentions
+from messages import mentions, naming
 from runs import make_inputs, overrides
 
 ATTENTION = "actor_rollout_ref.model.attn_implementation"
@@ -136,3 +139,43 @@ def test_heads_that_vllm_lacks_on_a_cpu_are_refused_by_the_check(inputs, tmp_pat
     assert mentions(wrong, "rollout.name=vllm", "16", "hf")
     options = [*options, "trainer.device=cuda"]
     assert not any("heads of 32" in line for line in check(load_config(options)).errors)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tokens_beyond_the_embedding(inputs, refusal, tmp_path, special):
+    ours = tiny_model.build_tokenizer()
+    size = len(ours)
+    ours.add_tokens(["<new>"], special_tokens=special)
+    ours.save_pretrained(tmp_path / "added")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "added" / name).write_bytes((inputs / "model" / name).read_bytes())
+    found = refusal(f"actor_rollout_ref.model.path={tmp_path / 'added'}")
+    assert found.startswith("ModelError")
+    assert mentions(found, f"has {size} tokens", f"up to {size}", "<new>", "resize_token_embeddings")
+    scores = (
+        "reward_model.enable=True", f"reward_model.model.path={tmp_path / 'added'}",
+        f"reward_model.model.input_tokenizer={inputs / 'model'}",
+    )  # fmt: skip
+    assert mentions(refusal(*scores), "reward_model.model.path", "<new>")
+    options = [f"model.path={tmp_path / 'added'}", f"data.train_files={inputs / 'train.parquet'}"]
+    where = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.device=cpu"]
+    with pytest.raises(ModelError, match=naming("model.path", "<new>")):
+        build(SftTrainer, load_tree(SFT, [*options, *where]))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_attention_heads": None}, ["num_attention_heads"]),
+        ({"num_hidden_layers": -2}, ["num_hidden_layers", "-2"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads=0"]),
+        ({"hidden_size": -8}, ["hidden_size=-8"]),
+    ],
+)
+def test_sizes_that_no_model_has(inputs, tmp_path, change, named):
+    values = json.loads((inputs / "model" / "config.json").read_text()) | change
+    values = {name: value for name, value in values.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=naming(str(tmp_path), *named)):
+        load_model_config(tmp_path)
+    read_model_facts(str(tmp_path))  # the check of the configuration is not stopped by it

@@ -143,9 +143,34 @@ def _is_only_its_file(folder: Path) -> bool:
     return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
+_FURTHER_SIZES = ("num_key_value_heads", "intermediate_size", "head_dim")
+
+
 def _read_config(path: str | Path, trust_remote_code: bool) -> PretrainedConfig:
     with raised_as(ModelError, f"model {path}: its configuration cannot be read"):
-        return AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    _require_sizes(config, path)
+    return config
+
+
+def _require_sizes(config: PretrainedConfig, path: str | Path) -> None:
+    """Raise ``ModelError`` for sizes that no model has, and for heads and layers that are not named.
+
+    Transformers would take the defaults of the family. Configurations with parts leave them out on purpose.
+    """
+    text, file = config.get_text_config(decoder=True), Path(path) / "config.json"
+    written = json.loads(file.read_text()) if text is config and file.is_file() else None
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", *_FURTHER_SIZES):
+        value = getattr(text, name, None)
+        names = {name, text.attribute_map.get(name, name)}
+        if written is not None and name.startswith("num_") and name not in _FURTHER_SIZES:
+            is_computed = isinstance(getattr(type(text), name, None), property)
+            if hasattr(text, name) and not is_computed and all(written.get(key) is None for key in names):
+                raise ModelError(f"model {path}: its config.json names no {' or '.join(sorted(names))}")
+        if isinstance(value, int | float | str) and not (isinstance(value, int) and value > 0):
+            raise ModelError(
+                f"model {path}: {name}={value!r} in its config.json; expected a positive integer"
+            )
 
 
 def remember_source(model: PreTrainedModel, path: str | Path, *, trust_remote_code: bool = False) -> None:

@@ -68,15 +68,15 @@ def check_models(config: Config, tokenizer: Any) -> None:
         attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
     if rewards.enable:
         shared = rewards.model.input_tokenizer is None
-        ids = tokenizer if shared else None
 
         def check_reward_model() -> None:
             require_same_vocabulary(config)
-            check_model("reward_model.model", rewards.model, ids, cache_dir, remedy=REWRITE)
+            if shared:
+                check_model("reward_model.model", rewards.model, tokenizer, cache_dir, remedy=REWRITE)
 
         attempt(check_reward_model)
         if not shared:
-            attempt(lambda: _compare_templates(rewards.model, tokenizer, cache_dir))
+            attempt(lambda: _check_own_tokenizer(rewards.model, tokenizer, cache_dir))
     attempt.raise_errors()
 
 
@@ -131,8 +131,10 @@ def _require_same_tokens(
     """Raise ``ModelError`` if ids mean other tokens to the model; return False if it has no tokenizer."""
     remedy = remedy or "Set data.tokenizer to null, or to a tokenizer of this model"
     ours = _ordinary_tokens(tokenizer)
-    ends = {tokenizer.pad_token_id, tokenizer.eos_token_id} - {None}  # passes read them, even if added
-    if (largest := max([*ours, *ends], default=0)) >= size:
+    # Text-only models keep the tokenizers of their families, whose placeholders of pictures have no row.
+    others = {str(tokenizer.init_kwargs.get(f"{kind}_token")) for kind in ("image", "audio", "video")}
+    ids = [token_id for token, token_id in tokenizer.get_vocab().items() if token not in others]
+    if (largest := max(ids, default=0)) >= size:
         raise ModelError(
             f"{found}: its vocabulary has {size} tokens, and the tokenizer makes ids up to {largest} "
             f"({tokenizer.convert_ids_to_tokens(largest)!r}). {remedy}, or add the tokens to the model by "
@@ -160,9 +162,11 @@ def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
-def _compare_templates(model: RewardModelModelConfig, tokenizer: Any, cache_dir: Any) -> None:
+def _check_own_tokenizer(model: RewardModelModelConfig, tokenizer: Any, cache_dir: Any) -> None:
+    """Check a reward model against its own tokenizer, and warn of a chat template that changes samples."""
     folder = local_tokenizer(model.path, cache_dir)
     own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    check_model("reward_model.model", model, own, cache_dir)
     is_shared = tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
     if is_shared and own.chat_template is not None and _template_differs(own):
         logger.warning(

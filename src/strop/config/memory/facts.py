@@ -50,7 +50,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
         facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
         experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
         return replace(facts, expert_parameters=experts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None  # loading the model reports a broken folder
 
 
