@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -86,3 +89,20 @@ def test_swanlab_keeps_an_offline_run_in_the_run_folder(logged, monkeypatch):
         assert "rejected: 3" in next(run.glob("media/text/*.txt")).read_text()
         assert list(run.glob("media/image/*.png"))
         assert list(run.glob("*.swanlab"))
+
+
+def test_swanlab_gets_no_credential_of_the_command(tmp_path):
+    pytest.importorskip("swanlab", reason="needs strop[swanlab]")
+    program = """
+import sys
+from pathlib import Path
+from strop.tracking import Tracking
+names = {"project_name": "project", "experiment_name": "experiment"}
+with Tracking(["swanlab"], run_dir=Path(sys.argv[1]), config={"lr": 0.5}, total_steps=1, **names) as tracking:
+    tracking.log(1, {"reward": 0.5})
+"""
+    command = [sys.executable, "-c", program, str(tmp_path), "--api-key", "Swordfish"]
+    subprocess.run(command, check=True, env=os.environ | {"SWANLAB_MODE": "offline"})
+    files = [path for path in (tmp_path / "swanlab").rglob("*") if path.is_file()]
+    assert files
+    assert [path for path in files if b"Swordfish" in path.read_bytes()] == []

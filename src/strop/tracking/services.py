@@ -20,7 +20,7 @@ from typing import Any
 
 from strop.errors import ConfigError
 from strop.files import atomic_write_text
-from strop.redaction import redacted, redacted_text
+from strop.redaction import HIDDEN, redacted, redacted_text
 from strop.tracking.base import RunInfo
 from strop.tracking.report import ShownPair, ShownSample, ValidationReport
 
@@ -30,7 +30,7 @@ Shown = Sequence[ShownSample | ShownPair]
 
 @contextlib.contextmanager
 def _command_without_credentials() -> Generator[None]:
-    """Replace ``sys.argv`` in the body: wandb and swanlab record it with a run."""
+    """Replace ``sys.argv`` in the body: wandb records it with a run."""
     command = sys.argv
     sys.argv = redacted(command)
     try:
@@ -176,7 +176,10 @@ class SwanlabTracker(ServiceTracker):
         mode = os.environ.get("SWANLAB_MODE", "online")
         online, folder = mode == "online", run.run_dir / "swanlab"
         folder.mkdir(exist_ok=True)
+        # swanlab reads the command from /proc, with what is hidden here
+        is_public = HIDDEN not in " ".join(sys.argv)
         self._run = self._package.init(
+            settings=None if is_public else self._package.Settings(probe={"runtime": False}),
             mode=mode,
             project=run.project_name,
             name=run.experiment_name,
