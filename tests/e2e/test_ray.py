@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from strop.checkpoint.folder import verify
@@ -77,7 +79,8 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     assert all(name in commands for name in ("raylet", "gcs_server"))
     assert run.listens_on() == {"127.0.0.1"}
     shared_memory = run.shared_memory()
-    assert shared_memory  # of Ray's store at least
+    # Of Ray's store at least, which is in /tmp where /dev/shm is smaller, as in a container.
+    assert shared_memory or shutil.disk_usage("/dev/shm").free < 0.3 * psutil.virtual_memory().total
     token = run.token()
     assert token.stat().st_mode & 0o777 == 0o600
     if how == "Ctrl-C":  # as a terminal sends it: to every process of the group
