@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from torch._higher_order_ops.flex_attention import flex_attention
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from strop.models import base
 from strop.models.policy import PolicyModel
@@ -60,3 +61,24 @@ def test_every_product_and_attention_of_torch_is_in_the_table():
         if name.endswith("mm") or "attention" in name or "attn" in name
     }
     assert found - base.KEPT_OPERATORS == {f"aten::{name}" for name in OF_OTHER_KINDS.split()}
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_that_add_their_bias_in_place(experts):
+    """The gradients are those of the pass without checkpointing."""
+    config = GptOssConfig(
+        vocab_size=19, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    config._experts_implementation = experts
+    gradients = []
+    for selective in (None, True):
+        torch.manual_seed(0)
+        module = PolicyModel(GptOssForCausalLM(config), packed=False).train()
+        assert any(getattr(part, "has_bias", False) for part in module.modules())
+        if selective:
+            module.enable_gradient_checkpointing(selective=True)
+        module.figures(families.samples([(5, [6, 3]), (2, [4])])).sum().backward()
+        gradients.append([weight.grad for weight in module.parameters() if weight.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    torch.testing.assert_close(gradients[1], gradients[0])

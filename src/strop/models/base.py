@@ -69,6 +69,16 @@ def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options:
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+_WRITTEN_INTO = frozenset({"aten::_grouped_mm", "aten::bmm"})
+"""Products to which transformers' experts add a bias in place, which a kept result does not allow."""
+
+
+def _recomputed_with_bias(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    if operator.name().partition(".")[0] in _WRITTEN_INTO:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _kept_or_recomputed(context, operator, *arguments, **options)
+
+
 class RoleModel(nn.Module):
     """Hugging Face model of a role; subclasses define ``forward(batch, **options) -> dict[str, Tensor]``."""
 
@@ -200,13 +210,17 @@ class RoleModel(nn.Module):
     def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
         """Keep only the inputs of layers, and recompute the layers in the backward pass.
 
-        If ``selective``, keep results of matrix products and of attention too, and recompute the rest.
+        If ``selective``, keep results of matrix products and of attention too, and recompute the rest; of
+        experts with biases (gpt-oss), only attention and the products outside of them.
         """
+        has_bias = any(getattr(module, "has_bias", False) for module in self.modules())
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
             if not selective:
                 return nullcontext(), self._recomputing(nullcontext())
-            forward, again = create_selective_checkpoint_contexts(_kept_or_recomputed)
+            forward, again = create_selective_checkpoint_contexts(
+                _recomputed_with_bias if has_bias else _kept_or_recomputed
+            )
             return forward, self._recomputing(again)
 
         # reentrant checkpointing takes no context_fn, and gives frozen inputs (LoRA) no gradient
