@@ -76,6 +76,7 @@ CASES += [
     ("train", "removed", (*ASYNC, "trainer.save_freq=-1")),
     *((command, "removed", ()) for command in ("sft", "train-rm", "dpo")),
     ("sft", "removed", ("trainer.async_save=True",)),
+    pytest.param("train", "removed", ("trainer.worker_group=ray",), marks=pytest.mark.slow),
 ]
 
 
