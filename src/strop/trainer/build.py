@@ -29,6 +29,7 @@ from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.sources import Rows
+from strop.data.template_check import require_end
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.base import pick_device, require_gpu
 from strop.errors import Attempts, DataError, ModelError, raised_as
@@ -167,6 +168,7 @@ def _check_own_tokenizer(model: RewardModelModelConfig, tokenizer: Any, cache_di
     folder = local_tokenizer(model.path, cache_dir)
     own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     check_model("reward_model.model", model, own, cache_dir)
+    require_end(own, f"reward_model.model.path={model.path}")
     is_shared = tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
     if is_shared and own.chat_template is not None and _template_differs(own):
         logger.warning(
@@ -219,6 +221,8 @@ def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
             template = local_path(template, data.cache_dir).read_text(encoding="utf-8")
     if template is not None:
         tokenizer.chat_template = template
+    where = f"tokenizer {tokenizer.name_or_path}" if template is None else "data.chat_template"
+    require_end(tokenizer, where, data.apply_chat_template_kwargs)
     unread = [name for name in data.apply_chat_template_kwargs if name not in str(tokenizer.chat_template)]
     if unread and tokenizer.chat_template is not None:
         logger.warning(

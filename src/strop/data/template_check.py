@@ -1,0 +1,52 @@
+"""A chat template that does not end is stopped before a run renders it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from strop.errors import DataError
+
+_LIMIT_S = 10.0
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a tag of transformers
+_RENDER = """
+import json, sys
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+template, variables = json.load(sys.stdin)
+environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+environment.globals.update(strftime_now=lambda form: "", raise_exception=lambda message: sys.exit(1))
+environment.from_string(template).render(**variables)
+"""
+
+
+def require_end(tokenizer: Any, where: str, variables: Mapping[str, Any] | None = None) -> None:
+    """Raise ``DataError`` if the chat template takes more than 10 s for one short message.
+
+    A process of its own renders it: arithmetic in C, as in ``9 ** 999999999``, hears no signal. Other errors
+    are left to the rendering of the data.
+    """
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if not template:
+        return
+    given = {
+        "messages": [{"role": "user", "content": "1"}],
+        "add_generation_prompt": True,
+        **tokenizer.special_tokens_map,
+        **(variables or {}),
+    }
+    text = json.dumps([_GENERATION.sub("", template), given], default=str)
+    command = [sys.executable, "-c", _RENDER]
+    try:
+        subprocess.run(command, input=text.encode(), capture_output=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            f"{where}: the chat template did not end within {_LIMIT_S:g} s for one message; expected one "
+            "that renders at once. Correct it, or set data.chat_template to another"
+        ) from None
