@@ -205,6 +205,8 @@ def folder_content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_checkpoint_exports_the_dtype_of_its_source_and_keeps_its_float32(source, tmp_path, background):
     engine, tokenizer = load_engine(source)
+    balance = torch.tensor([0.1])  # as DeepSeek-V3's correction of its router, which stays in float32
+    engine.module.hugging_face_model.register_buffer("balance", balance)
     with torch.no_grad():
         for weight in engine.module.parameters():
             weight.add_(1e-4)  # lost in bfloat16
@@ -218,6 +220,7 @@ def test_a_checkpoint_exports_the_dtype_of_its_source_and_keeps_its_float32(sour
     }
     trained = dict(engine.named_weights())
     assert [found.pop("places").dtype for found in weights.values()] == [torch.int64, torch.int64]
+    assert [found.pop("balance") for found in weights.values()] == [balance, balance]
     assert_equal(weights["float32"], trained)
     assert_equal(weights[None], trained, BF16)
     config = json.loads((tmp_path / "None" / "config.json").read_text())

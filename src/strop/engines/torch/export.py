@@ -162,21 +162,25 @@ def export_from_shards(
         )
     dtype = dtype or dtype_of(out)
     set_dtype(out, dtype)
-    sizes = {
-        name: prod(shape) * (dtype if stored.is_floating_point else stored).itemsize
-        for name, (shape, stored) in shapes.items()
-    }
-    weights = _in(dtype, _read(state_folder, shapes))
     try:
         layout = CheckpointLayout(described(out))
     except ModelError:  # a model's own code, which does not run here; the names in it are those of its files
-        write_weights(out, weights, sizes, max_bytes)
+        sizes = {
+            name: prod(shape) * (dtype if stored.is_floating_point else stored).itemsize
+            for name, (shape, stored) in shapes.items()
+        }
+        write_weights(out, _in(dtype, _read(state_folder, shapes)), sizes, max_bytes)
         return
     if missing := sorted(layout.parameters - shapes.keys()):
         raise CheckpointError(f"{state_folder} holds no {missing[0]}, which the model has")
-    buffers = {layout.renamed(name): sizes[name] for name in shapes.keys() - layout.parameters}
-    sizes = layout.sizes(dtype) | buffers
-    write_weights(out, layout.convert(weights), sizes, max_bytes)
+    parameters = {name: entry for name, entry in shapes.items() if name in layout.parameters}
+    buffers = {name: entry for name, entry in shapes.items() if name not in layout.parameters}
+    kept = {layout.renamed(name): prod(shape) * stored.itemsize for name, (shape, stored) in buffers.items()}
+    weights = itertools.chain(  # buffers in their dtype, as in `write_model`: some decide a routing
+        layout.convert(_in(dtype, _read(state_folder, parameters))),
+        layout.convert(_read(state_folder, buffers)),
+    )
+    write_weights(out, weights, layout.sizes(dtype) | kept, max_bytes)
 
 
 def _read(
