@@ -51,9 +51,10 @@ def frozen_head(
     ]
     norm, project = partial(functional_call, norms[-1], read[0]), partial(functional_call, head, read[1])
     rows_VH = read[1]["weight"]
-    # an RMS norm of ones is its weight, for Gemma 1 + weight; a layer norm of ones is its bias
-    layer_norm = isinstance(norms[-1], nn.LayerNorm)
-    scale_H = read[0]["weight"] if layer_norm else norm(torch.ones(1, rows_VH.shape[1]))[0]
+    # of any norm, whether it centers, has a bias or adds 1 to its weight: both have mean 0 and mean square 1
+    signs_H = 1.0 - 2 * (torch.arange(rows_VH.shape[1]) % 2)
+    plus_H, minus_H = norm(torch.stack([signs_H, -signs_H]))
+    scale_H = (plus_H - minus_H) / 2 * signs_H
     best_NH = scale_H * (rows_VH[list(ids)] - rows_VH.mean(dim=0))
     best_NH = best_NH / best_NH.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-12)
     chances_NV = LogitProjection(model.config, project)(norm(best_NH)).float().softmax(-1)
