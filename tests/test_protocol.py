@@ -121,7 +121,7 @@ def test_columns_are_selected_by_kind():
     assert (list(taken.batch), list(taken.non_tensor_batch)) == (["ids"], ["uid"])
     assert (list(data.batch), list(data.non_tensor_batch)) == ([], ["messages"])
     with pytest.raises(KeyError, match="ids"):
-        data.pop(batch_keys=["ids"])
+        data.pop(batch_keys=["ids"], non_tensor_batch_keys=None)
 
 
 def test_names_of_verl_for_operations():
@@ -131,10 +131,12 @@ def test_names_of_verl_for_operations():
     assert data.rename(old_keys=["ids"], new_keys=["tokens"]) is data
     assert list(data.batch) == ["tokens"]
     assert list(data.rename("tokens", "ids").batch) == ["ids"]
+    with pytest.raises(KeyError, match="uid"):
+        data.rename("uid", "id")
     assert data.batch.batch_size == torch.Size([3])
     columns = {"ids": torch.ones(2, 1), "uid": np.array(["a", "b"], dtype=object), "tags": [[1], [2]]}
     found = DataProto.from_single_dict(columns, meta_info={"step": 1})
-    assert (set(found.batch), set(found.non_tensor_batch)) == ({"ids"}, {"uid", "tags"})
+    assert (list(found.batch), list(found.non_tensor_batch)) == (["ids"], ["uid", "tags"])
     assert found.meta_info == {"step": 1}
     assert DataProto.from_single_dict(found) is found
 

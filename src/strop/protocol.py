@@ -91,7 +91,8 @@ class DataProto:
         if isinstance(data, DataProto):
             return data
         tensors = {name: column for name, column in data.items() if isinstance(column, Tensor)}
-        return cls.from_dict(tensors, {n: data[n] for n in data.keys() - tensors.keys()}, meta_info)
+        objects = {name: column for name, column in data.items() if name not in tensors}
+        return cls.from_dict(tensors, objects, meta_info)
 
     def __len__(self) -> int:
         for _, column in self._columns():
@@ -174,10 +175,13 @@ class DataProto:
         )
 
     def pop(
-        self, *names: str, batch_keys: Iterable[str] = (), non_tensor_batch_keys: Iterable[str] = ()
+        self,
+        *names: str,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
     ) -> DataProto:
         """Remove the named columns, of all three arguments, and return them in a new container."""
-        names = (*names, *batch_keys, *non_tensor_batch_keys)
+        names = (*names, *(batch_keys or ()), *(non_tensor_batch_keys or ()))
         taken = self.select(*names)
         for name in names:
             self.batch.pop(name, None)
@@ -185,9 +189,11 @@ class DataProto:
         return taken
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Rename columns of tensors in this container, and return it."""
+        """Rename columns of tensors in this container, and return it; ``KeyError`` for one that is absent."""
         olds, news = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
         names = dict(zip(olds, news, strict=True))
+        if absent := sorted(names.keys() - self.batch.keys()):
+            raise KeyError(f"DataProto has no tensors {absent}; it has {list(self.batch)}")
         self.batch = TensorColumns({names.get(name, name): t for name, t in self.batch.items()})
         return self
 
