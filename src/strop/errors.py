@@ -15,13 +15,15 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUT_OFF = r"unexpected pos \d+|only \d+ of \d+ bytes written"
+_TOGETHER_S = 0.5
 
 
 def nearest(name: str, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
@@ -214,7 +216,13 @@ def signals_interrupt(received: list[int]) -> Generator[None]:
         yield
         return
 
-    def interrupt(number: int, frame: Any) -> NoReturn:
+    since = 0.0
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal since
+        if received and _repeats(number, since):
+            return
+        since = time.monotonic()
         received.append(number)
         raise KeyboardInterrupt
 
@@ -231,6 +239,15 @@ def signals_interrupt(received: list[int]) -> Generator[None]:
             signal.signal(number, handler)
 
 
+def _repeats(number: int, since: float) -> bool:
+    """Return True for a signal that has the cause of the one at ``since``, and is no second wish to stop.
+
+    A closed terminal is reported by the shell and by the kernel, ``timeout`` signals its child and then its
+    group, and a session that ends sends SIGTERM and SIGHUP.
+    """
+    return number == signal.SIGHUP or time.monotonic() - since < _TOGETHER_S
+
+
 class HeldInterrupts:
     """A context manager that lets its body end before an interrupt is raised, from ``begin`` on.
 
@@ -243,6 +260,7 @@ class HeldInterrupts:
         self._when_held = when_held
         self._replaced: dict[int, Callable[[int, Any], Any]] = {}
         self._first: int | None = None
+        self._since = 0.0
 
     def begin(self) -> None:
         """Hold interrupts from now on, to the end of the body."""
@@ -256,8 +274,10 @@ class HeldInterrupts:
 
     def _hold(self, number: int, frame: Any) -> None:
         if self._first is not None:
-            self._replaced[number](number, frame)
-        self._first = number
+            if not _repeats(number, self._since):
+                self._replaced[number](number, frame)
+            return
+        self._first, self._since = number, time.monotonic()
         threading.Thread(target=self._when_held, daemon=True).start()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from strop.checkpoint.folder import saved_steps, verify
+from strop import errors
+from strop.checkpoint.folder import latest_step, saved_steps, verify
 from strop.cli.main import main
 from strop.trainer.ppo import PPO
 from strop.trainer.ray_trainer import ReinforcementRun
@@ -93,6 +94,11 @@ def command_struck(command: str, options: list[str], place: str, call: int, *num
     sys.exit(main([command, *options]))
 
 
+def impatient(*arguments: Any) -> None:
+    errors._TOGETHER_S = 0.0
+    command_struck(*arguments)
+
+
 def slow(*values: Any) -> Any:
     """A neighbour of the other cases."""
     return pytest.param(*values, marks=pytest.mark.slow)
@@ -129,10 +135,29 @@ def test_a_stopped_run_saves_its_last_whole_iteration_and_goes_on_to_the_same_nu
 def test_a_second_interrupt_in_an_update_stops_at_once(inputs, tmp_path):
     options = options_of(inputs, tmp_path)
     numbers = signal.SIGINT, signal.SIGTERM
-    done = forked.run(command_struck, "train", options, "update", 3, *numbers)
+    done = forked.run(impatient, "train", options, "update", 3, *numbers)
     assert done.returncode == 143, done.stderr[-3000:]
     assert mentions(done.stderr.splitlines()[-1], "stopped after step 2", "nothing is saved")
     assert saved_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGHUP, signal.SIGHUP), (signal.SIGTERM, signal.SIGTERM)])
+def test_signals_of_one_cause_are_one_interrupt(monkeypatch, numbers):
+    """A shell and the kernel report a closed terminal, and ``timeout`` signals its child and the group."""
+    monkeypatch.setattr(errors, "_TOGETHER_S", 600.0)
+    received: list[int] = []
+
+    def update() -> None:
+        with errors.HeldInterrupts(list) as held:
+            held.begin()
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    with errors.signals_interrupt(received):
+        with pytest.raises(KeyboardInterrupt):
+            update()
+        os.kill(os.getpid(), signal.SIGHUP)  # in the middle of the save
+    assert received == [numbers[0]]
 
 
 def test_without_time_and_number_nothing_is_saved(inputs, tmp_path):
@@ -140,6 +165,17 @@ def test_without_time_and_number_nothing_is_saved(inputs, tmp_path):
     done = forked.run(command_struck, "train", options, "generate", 4, signal.SIGINT)
     assert done.returncode == 130, done.stderr[-3000:]
     assert mentions(done.stderr.splitlines()[-1], "stopped after step 2", "nothing is saved")
+
+
+def test_a_run_from_an_earlier_checkpoint_saves_what_it_has_though_an_abandoned_one_has_its_name(
+    inputs, tmp_path
+):
+    options = options_of(inputs, tmp_path)
+    train([*options, "trainer.save_freq=1", "trainer.total_training_steps=4"])
+    earlier = f"trainer.resume_mode={tmp_path / 'global_step_2'}"
+    done = forked.run(command_struck, "train", [*options, earlier], "update", 1, signal.SIGINT)
+    assert mentions(done.stderr.splitlines()[-1], "stopped at step 3, saved")
+    assert latest_step(tmp_path) == 3
 
 
 def test_checkpoints_by_time_are_the_last_two_and_the_best_validated_one(inputs, tmp_path):

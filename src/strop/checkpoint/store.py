@@ -289,11 +289,12 @@ class Checkpoints:
         return self.folder / f"{PREFIX}{step}"
 
     def lacks(self, step: int) -> bool:
-        """Return True if ``step`` is not 0 and has no checkpoint, whole or being written."""
-        is_here = self.folder_of(step).is_dir() or (
-            self._in_flight is not None and self._in_flight[0] == step
-        )
-        return step > 0 and not is_here
+        """Return True if ``step`` is not 0 and not the latest checkpoint, nor the one being written.
+
+        A folder of its name may be of the continuation that a resume from an earlier checkpoint has left.
+        """
+        newest = latest_step(self.folder) if self._in_flight is None else self._in_flight[0]
+        return step not in (0, newest)
 
     def is_time(self, *, last: bool) -> bool:
         """Return True ``save_minutes`` after the last save (of the start, before the first one).
