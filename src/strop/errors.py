@@ -135,8 +135,8 @@ def write_failure(error: BaseException, where: str | Path = "") -> str:
     """
     text = " ".join(str(error).split())
     found = re.search(r"(?:^|[\s=])(/.*)", str(getattr(error, "filename", None) or where), re.DOTALL)
-    place = Path(found[1] if found else os.getcwd())
-    while not place.exists():
+    place = Path(found[1] if found else ".")
+    while not os.path.exists(place):  # not Path.exists, which raises without permission
         place = place.parent
     free = shutil.disk_usage(place).free >> 20
     is_full = getattr(error, "errno", None) in _FULL or any(os.strerror(number) in text for number in _FULL)

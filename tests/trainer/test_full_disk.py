@@ -9,6 +9,7 @@ import pytest
 from small_disk import small_disk
 
 from strop.cli.main import main
+from strop.errors import write_failure
 
 import runs
 import supervised_runs
@@ -57,3 +58,9 @@ def test_what_is_prepared_says_that_the_disk_is_full(tmp_path, capsys):
         error = capsys.readouterr().err
     assert mentions(error, "the disk is full (0 MB free on", str(disk))
     assert "Traceback" not in error
+
+
+def test_a_path_that_cannot_be_looked_at_keeps_its_error():
+    """As one in another user's folder does: pathlib raises for both."""
+    error = OSError("Permission denied")
+    assert write_failure(error, f"cannot write the model to /tmp/{'a' * 300}") == "Permission denied"
