@@ -65,6 +65,17 @@ def test_a_score_and_an_entropy_that_stay_are_a_warning(score, entropy, warns):
         assert not any(watch(moving(0.2, 1.0)) for _ in range(200))
 
 
+def test_a_slow_run_is_compared_with_the_iterations_before():
+    """Within 50 iterations the score rises by half a deviation of its noise, as late in the demo."""
+    watch, draw = StallWatch("optim.lr=1e-06", has_adapters=False), random.Random(0)
+    score, found = 0.2, []
+    for step in range(600):
+        score += 0.004 if step < 50 else 0.001 if step < 400 else 0.0
+        found.append(watch(moving(score + draw.gauss(0, 0.05), 1.0 + draw.gauss(0, 0.05))))
+    (step,) = (step for step, line in enumerate(found, 1) if line)
+    assert step > 400
+
+
 def test_constant_figures_are_a_warning_and_a_run_without_entropies_gives_none():
     watch = StallWatch("optim.lr=1e-06", has_adapters=False)
     line = [watch(moving(0.2, 1.0)) for _ in range(50)][-1]

@@ -83,7 +83,8 @@ def cut_answers(metrics: Mapping[str, float], limit: int, *, first: float) -> st
 class StallWatch:
     """Warn once of ``_STALL`` iterations in which neither the score nor the entropy has moved.
 
-    A mean has not moved if those of both halves differ by less than two standard errors.
+    A mean has not moved if it differs by less than two standard errors between the halves of these
+    iterations, and from that of as many before them: a slow run moves by less than its noise within them.
     """
 
     def __init__(self, rate: str, *, has_adapters: bool) -> None:
@@ -100,15 +101,16 @@ class StallWatch:
         if self._seen is None or entropy is None or metrics.get("lr") == 0:  # the critic's warm-up
             return None
         self._seen.append((metrics["critic/score/mean"], entropy))
-        if len(self._seen) < _STALL:
+        if len(self._seen) % _STALL:
             return None
-        scores, entropies = zip(*self._seen, strict=True)
-        if _has_moved(scores) or _has_moved(entropies):
-            self._seen = []
+        found = list(zip(*self._seen, strict=True))
+        if any(_has_moved(values) or _has_moved(values[-_STALL:]) for values in found):
+            self._seen = self._seen[-_STALL:]
             return None
         self._seen = None
+        score, entropy = (statistics.mean(values[-_STALL:]) for values in found)
         return (
-            f"score ({statistics.mean(scores):.3g}) and entropy ({statistics.mean(entropies):.3g}) have not "
+            f"score ({score:.3g}) and entropy ({entropy:.3g}) have not "
             f"moved in {_STALL} iterations. {self._advice}"
         )
 
