@@ -248,12 +248,26 @@ def _repeats(number: int, since: float) -> bool:
     return number == signal.SIGHUP or time.monotonic() - since < _TOGETHER_S
 
 
+HOLD_INTERRUPTS_S = 300.0
+"""Longest time in which an interrupt waits for something that may hang."""
+
+
+def interrupt_after(seconds: float, number: int = signal.SIGINT) -> threading.Timer:
+    """Return a timer that sends this thread a signal, if it is the main thread, unless it is cancelled."""
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, number))
+    timer.daemon = True
+    if threading.current_thread() is threading.main_thread():
+        timer.start()
+    return timer
+
+
 class HeldInterrupts:
     """A context manager that lets its body end before an interrupt is raised, from ``begin`` on.
 
     Takes the place of the handlers that raise one (``signals_interrupt``, Python's own) in the main thread;
-    elsewhere, and before ``begin``, it changes nothing. A second interrupt is raised at once. ``when_held``
-    is called in a thread: a handler may not write to a stream in whose middle it was called.
+    elsewhere, and before ``begin``, it changes nothing. A second interrupt is raised at once, and after
+    ``HOLD_INTERRUPTS_S`` the first: the body may hang. ``when_held`` is called in a thread: a handler may not
+    write to a stream in whose middle it was called.
     """
 
     def __init__(self, when_held: Callable[[], Any]) -> None:
@@ -261,6 +275,9 @@ class HeldInterrupts:
         self._replaced: dict[int, Callable[[int, Any], Any]] = {}
         self._first: int | None = None
         self._since = 0.0
+        self._limit: threading.Timer | None = None
+        self.broke_in = False
+        """True if an interrupt was raised in the body after ``begin``."""
 
     def begin(self) -> None:
         """Hold interrupts from now on, to the end of the body."""
@@ -275,15 +292,21 @@ class HeldInterrupts:
     def _hold(self, number: int, frame: Any) -> None:
         if self._first is not None:
             if not _repeats(number, self._since):
+                self.broke_in = True
                 self._replaced[number](number, frame)
             return
         self._first, self._since = number, time.monotonic()
+        # a further SIGHUP would count as the same one
+        again = signal.SIGTERM if number == signal.SIGHUP else number
+        self._limit = interrupt_after(HOLD_INTERRUPTS_S, again)
         threading.Thread(target=self._when_held, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
         replaced, self._replaced = self._replaced, {}
         for number, handler in replaced.items():
             signal.signal(number, handler)

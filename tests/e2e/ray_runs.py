@@ -81,6 +81,14 @@ class RayRun:
         self.kill_everything()
         raise AssertionError(f"nothing was sabotaged:\n{self.console[-3000:]}")
 
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        """Wait for a line with ``text``."""
+        deadline = time.time() + seconds
+        while text not in self.console:
+            assert self.process.poll() is None, self.console[-3000:]
+            assert time.time() < deadline, self.console[-3000:]
+            time.sleep(0.05)
+
     def delay_of(self, text: str) -> float:
         """Seconds from the deed to the first line with ``text``."""
         told = next((when for when, line in self.lines if text in line), None)

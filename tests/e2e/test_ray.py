@@ -83,16 +83,23 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     assert shared_memory or shutil.disk_usage("/dev/shm").free < 0.3 * psutil.virtual_memory().total
     token = run.token()
     assert token.stat().st_mode & 0o777 == 0o600
-    if how == "Ctrl-C":  # as a terminal sends it: to every process of the group
-        os.killpg(run.process.pid, signal.SIGINT)
-    else:
-        run.process.send_signal(getattr(signal, how))
+
+    def end() -> None:
+        if how == "Ctrl-C":  # as a terminal sends it: to every process of the group
+            os.killpg(run.process.pid, signal.SIGINT)
+        else:
+            run.process.send_signal(getattr(signal, how))
+
+    end()
+    if how != "SIGKILL":  # the iteration is waited for, until a second one
+        run.wait_for("stopping when the iteration")
+        end()
     assert run.wait() == ENDS[how]
     run.seconds_until_gone(at_most=30)
     assert not [file.name for file in os.scandir("/dev/shm") if file.inode() in shared_memory]
     assert not token.parent.exists()
     if how != "SIGKILL":
-        assert f"stopped by {how}; the last whole checkpoint is kept" in run.lines[-1][1]
+        assert mentions(run.lines[-1][1], f"{how}: stopped", "step 1", "the same command goes on")
         assert "Traceback" not in run.console
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1\n"
     verify(tmp_path / "run" / "global_step_1")

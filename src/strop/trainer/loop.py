@@ -20,7 +20,16 @@ from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
 from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
-from strop.errors import ConfigError, HeldInterrupts, StropError, TrainingError, is_interrupt, write_failure
+from strop.errors import (
+    HOLD_INTERRUPTS_S,
+    ConfigError,
+    HeldInterrupts,
+    StropError,
+    TrainingError,
+    interrupt_after,
+    is_interrupt,
+    write_failure,
+)
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
@@ -146,12 +155,12 @@ class Run(ABC):
                 crash_point("log", trainer.global_step)
                 self.tracking.log(trainer.global_step, metrics)
                 self.mark()
-            self._log_lengths_figure()
-            self.checkpoints.poll()
-            is_due = self.is_due(settings.save_freq)
-            if is_due or self.checkpoints.is_time(last=trainer.global_step == trainer.total_steps):
-                with trainer.timer.phase("save_checkpoint"):
-                    self.save(by_time=not is_due)
+                self._log_lengths_figure()
+                self.checkpoints.poll()
+                is_due = self.is_due(settings.save_freq)
+                if is_due or self.checkpoints.is_time(last=trainer.global_step == trainer.total_steps):
+                    with trainer.timer.phase("save_checkpoint"):
+                        self.save(by_time=not is_due)
             if trainer.global_step == trainer.total_steps:
                 break
         self.checkpoints.finish()
@@ -191,8 +200,7 @@ class Run(ABC):
             self._whole = {**self.state_dict(), "random": random_state()}
 
     def _say_when_it_stops(self) -> None:
-        step = self.trainer.global_step + 1
-        logger.warning("stopping after iteration %d, which is under way; a second time: at once", step)
+        logger.warning("stopping when the iteration that is under way is saved; a second time: at once")
 
     @contextmanager
     def _saved_if_interrupted(self) -> Generator[None]:
@@ -200,14 +208,19 @@ class Run(ABC):
         try:
             yield
         except BaseException as error:
-            whole = self._whole
-            if whole is None or not is_interrupt(error) or not self.checkpoints.lacks(whole["global_step"]):
+            whole, held = self._whole, self._interrupts
+            at_once = held is not None and held.broke_in
+            if whole is None or at_once or not is_interrupt(error):
                 raise
-            logger.info("saving iteration %d", whole["global_step"])
-            try:
-                self.save(by_time=not self.is_due(self.settings.save_freq), stopping=True)
-            except (StropError, OSError) as failure:  # the interrupt remains the cause
-                logger.warning("warning: %s", failure)
+            if self.checkpoints.lacks(whole["global_step"]):
+                logger.info("saving iteration %d", whole["global_step"])
+                limit = interrupt_after(HOLD_INTERRUPTS_S)  # a worker may hang in a call before the save
+                try:
+                    self.save(by_time=not self.is_due(self.settings.save_freq), stopping=True)
+                except (StropError, OSError) as failure:  # the interrupt remains the cause
+                    logger.warning("warning: %s", failure)
+                finally:
+                    limit.cancel()
             raise
 
     def is_due(self, every: int) -> bool:
