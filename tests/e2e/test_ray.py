@@ -93,6 +93,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     end()
     if how != "SIGKILL":  # the iteration is waited for, until a second one
         run.wait_for("stopping when the iteration")
+        time.sleep(1)  # at once it would count as the same
         end()
     assert run.wait() == ENDS[how]
     run.seconds_until_gone(at_most=30)
