@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from strop.models.loader import load_tokenizer
 from strop.trainer.frozen_head import first_tokens, warn_of_frozen_head
@@ -48,6 +49,20 @@ def test_an_output_layer_near_its_initialisation_is_named_with_the_remedy(folder
     for quiet in ({"lora_rank": 0}, {"modules_to_save": ("embed_tokens",)}, {"lora_adapter_path": "there"}):
         assert warned(folders / "new", caplog, **quiet) == []
     assert warned(folders / "trained", caplog) == []
+
+
+def test_a_model_whose_weights_cannot_be_read_alone_is_left_to_the_worker(caplog, tmp_path):
+    """Its router's buffer is in a file of torch's, which only transformers reads."""
+    tokenizer = tiny_model.build_tokenizer()
+    shape = {"hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0}
+    config = Glm4MoeConfig(vocab_size=len(tokenizer), **shape, **heads, **experts)
+    model = AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert warned(tmp_path, caplog) == []
 
 
 def test_tokens_are_of_the_first_prompts_and_answers(folders):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from strop.data.hub import local_model
+from strop.data.hub import local_tokenizer
+from strop.errors import ModelError
 from strop.models.frozen_head import frozen_head
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,17 @@ def warn_of_frozen_head(key: str, model: Any, tokenizer: Any, dataset: Any, data
     """
     if not model.lora_rank or model.lora_adapter_path is not None:
         return
-    found = frozen_head(
-        local_model(model.path, data.cache_dir),
-        first_tokens(dataset, tokenizer),
-        model.modules_to_save,
-        trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-    )
+    try:
+        found = frozen_head(
+            # with the weights, where they are on this machine: on Ray only the workers need them
+            local_tokenizer(model.path, data.cache_dir),
+            first_tokens(dataset, tokenizer),
+            model.modules_to_save,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        )
+    except ModelError:  # the worker has other ways to load a model, and reports what is wrong
+        return
     if found is not None and found[0] < _ENOUGH:
         logger.warning(
             f"warning: {key}.lora_rank={model.lora_rank}: under the frozen norm and output layer of "
