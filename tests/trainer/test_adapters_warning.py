@@ -73,7 +73,7 @@ def test_tokens_are_of_the_first_prompts_and_answers(folders):
     assert len(found) == 256
     assert found[: 256 - 8] == [*prompt.tolist(), *prompt.tolist()][: 256 - 8]
     assert found[-8:] == answer * 4
-    for other in ({"reward_model": {"ground_truth": {"a": 1}}}, {}):
+    for other in ({"reward_model": {"ground_truth": {"a": 1}}}, {"response": "text", "chosen": None}, {}):
         assert first_tokens([{"input_ids": prompt, **other}], tokenizer) == prompt.tolist()
     chosen = first_tokens([{"input_ids": prompt[:2], "chosen": torch.tensor([7])}], tokenizer)
     assert chosen == [*prompt[:2].tolist(), 7]
