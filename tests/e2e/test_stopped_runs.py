@@ -46,6 +46,7 @@ PLACES = {
     "update": (PPO, "_mini_batches"),
     "validate": (ReinforcementRun, "validate"),
     "finish": (PPO, "finish"),
+    "draw": (ReinforcementRun, "_draw"),
 }
 
 
@@ -132,6 +133,14 @@ def test_a_stopped_run_saves_its_last_whole_iteration_and_goes_on_to_the_same_nu
     assert (hashes(train(options)), metrics(run)) == undisturbed(extra)
 
 
+def test_a_stopped_run_copies_what_it_has_saved_by_time(inputs, tmp_path):
+    settings = "trainer.save_minutes=1e-9", f"trainer.default_hdfs_dir={tmp_path / 'copies'}"
+    options = options_of(inputs, tmp_path / "run", *settings)
+    done = forked.run(command_struck, "train", options, "generate", 2, signal.SIGTERM)
+    assert mentions(done.stderr.splitlines()[-1], "stopped at step 1, saved")
+    verify(tmp_path / "copies" / "global_step_1")
+
+
 def test_a_second_interrupt_in_an_update_stops_at_once(inputs, tmp_path):
     options = options_of(inputs, tmp_path)
     numbers = signal.SIGINT, signal.SIGTERM
@@ -165,6 +174,13 @@ def test_without_time_and_number_nothing_is_saved(inputs, tmp_path):
     done = forked.run(command_struck, "train", options, "generate", 4, signal.SIGINT)
     assert done.returncode == 130, done.stderr[-3000:]
     assert mentions(done.stderr.splitlines()[-1], "stopped after step 2", "nothing is saved")
+
+
+def test_a_run_stopped_after_its_end_names_its_model(inputs, tmp_path):
+    options = options_of(inputs, tmp_path, "trainer.total_training_steps=1")
+    done = forked.run(command_struck, "train", options, "draw", 1, signal.SIGINT)
+    assert mentions(done.stderr.splitlines()[-1], "stopped after step 1", str(tmp_path / "final_model"))
+    assert any((tmp_path / "final_model").glob("*.safetensors"))
 
 
 def test_a_run_from_an_earlier_checkpoint_saves_what_it_has_though_an_abandoned_one_has_its_name(

@@ -320,6 +320,23 @@ def test_a_resumed_run_uploads_the_checkpoint_that_a_killed_one_could_not(memory
     assert RemoteCheckpoints(REMOTE).latest() == 3
 
 
+def test_a_run_that_stops_uploads_its_last_checkpoint_by_time(memory_fs, tmp_path):
+    with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
+        checkpoints.save(3, {"actor": Group(1)}, STATE, by_time=True)
+        assert RemoteCheckpoints(REMOTE).latest() is None
+        checkpoints.copy(3)
+    assert RemoteCheckpoints(REMOTE).latest() == 3
+
+
+def test_a_resumed_run_uploads_none_that_was_saved_by_time(memory_fs, tmp_path):
+    group = {"actor": Group(1)}
+    Checkpoints(tmp_path).save(2, group, {**STATE, "global_step": 2})
+    Checkpoints(tmp_path).save(3, group, STATE, by_time=True)
+    with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), group)
+    assert [RemoteCheckpoints(REMOTE).is_whole(step) for step in (2, 3)] == [True, False]
+
+
 @pytest.mark.parametrize("dead_before_the_end", [True, False])
 @pytest.mark.parametrize("uploads_fail", [True, False])
 def test_uploads_are_waited_for_also_when_the_save_in_flight_fails(

@@ -296,6 +296,13 @@ class Checkpoints:
         newest = latest_step(self.folder) if self._in_flight is None else self._in_flight[0]
         return step not in (0, newest)
 
+    def copy(self, step: int) -> None:
+        """Upload the checkpoint of ``step``, or the one being written, unless it is in the remote folder."""
+        if self._in_flight is not None:
+            self._uploads_next = True
+        elif self._uploader is not None and self.folder_of(step).is_dir():
+            self._uploader.submit(step, self.folder_of(step), only_if_missing=True)
+
     def is_time(self, *, last: bool) -> bool:
         """Return True ``save_minutes`` after the last save (of the start, before the first one).
 
@@ -364,8 +371,8 @@ class Checkpoints:
         if self._uploader is not None and checkpoint.parent == self.folder:
             # The run may have been killed before these were uploaded.
             for saved in saved_steps(self.folder):
-                if saved <= step:
-                    path = self.folder / f"{PREFIX}{saved}"
+                path = self.folder_of(saved)
+                if saved <= step and not (path / BY_TIME).is_file():
                     self._uploader.submit(saved, path, only_if_missing=True, is_latest=saved == step)
         return state
 

@@ -221,6 +221,8 @@ class Run(ABC):
                     logger.warning("warning: %s", failure)
                 finally:
                     limit.cancel()
+            else:
+                self.checkpoints.copy(whole["global_step"])  # one saved by time is only here
             raise
 
     def is_due(self, every: int) -> bool:
