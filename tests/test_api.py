@@ -26,6 +26,7 @@ from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
 from strop.errors import ConfigError, DataError, SeveralErrors
 from strop.rewards.identity import fingerprint
+from strop.session import session
 from strop.tracking.base import RunInfo
 from strop.tracking.console import NotebookTable
 from strop.tracking.jsonl import JsonlTracker
@@ -138,6 +139,20 @@ def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(model, tmp_pa
     assert run.model()[0].config.vocab_size == len(run.model()[1])
     with pytest.raises(DataError, match="step 5"):
         run.samples_of(5)
+
+
+def test_a_program_that_is_ended_says_where_its_run_stands(caplog):
+    def ended() -> None:
+        with session("train"):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note("stopped at step 2, saved")
+                raise
+
+    with pytest.raises(SystemExit, match="143"):
+        ended()
+    assert caplog.messages[-1] == "stopped at step 2, saved"
 
 
 def test_the_notebook_of_the_examples_runs(tmp_path):

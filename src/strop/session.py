@@ -30,6 +30,8 @@ def session(command: str) -> Generator[None]:
                 yield
         except BaseException as error:
             if ended := next((number for number in received if number != signal.SIGINT), None):
+                for note in getattr(error, "__notes__", []):  # Python prints no SystemExit
+                    logging.getLogger("strop").warning("%s", note)
                 raise SystemExit(128 + ended) from error
             if received and not isinstance(error, KeyboardInterrupt):
                 _interrupted(error)

@@ -175,6 +175,8 @@ def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
 @contextmanager
 def _naming_the_checkpoint(folder: RunFolder, config: RootConfig) -> Generator[None]:
     """Add where the run stands as a note to what ends the body: an interrupt, an error."""
+    from strop.checkpoint.folder import iteration_of
+
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:  # a library may replace an interrupt by its own error
@@ -185,6 +187,8 @@ def _naming_the_checkpoint(folder: RunFolder, config: RootConfig) -> Generator[N
             error.add_note(f"stopped at step {step}, saved; {again}")
         elif latest:
             error.add_note(f"stopped after step {step}; saved is step {latest[0]}, from which {again}")
+        elif str(iteration_of(folder.final_model)) == step:  # while it drew curves, or uploaded
+            error.add_note(f"stopped after step {step}, the last one; its model is {folder.final_model}")
         else:
             error.add_note(f"stopped after step {step}; nothing is saved")
         raise
