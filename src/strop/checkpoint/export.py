@@ -45,8 +45,8 @@ def export(
     ``checkpoint`` may also be a run folder, whose newest model is taken, or the Hugging Face folder of one
     model or adapter, such as ``final_model``.
     ``dtype`` is a name in ``DTYPES``, of a checkpoint's float32 weights or of the folder's; None keeps that
-    of the exported folder. ``out`` appears only when
-    whole. With ``merge``, LoRA adapters are merged into their base model, of which single weights are read.
+    of the exported folder. ``out`` appears only when whole. With ``merge``, LoRA adapters are merged into
+    their base model, of which single weights are read.
 
     Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role, ``ModelError`` when the
     base model cannot be read.
