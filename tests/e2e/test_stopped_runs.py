@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def test_a_stopped_run_saves_its_last_whole_iteration_and_goes_on_to_the_same_nu
     assert saved_steps(run) == [saved]
     verify(run / f"global_step_{saved}")
     assert (hashes(train(options)), metrics(run)) == undisturbed(extra)
+
+
+def test_the_state_of_a_sampler_that_returns_what_it_changes_stays_that_of_the_iteration(monkeypatch):
+    order = [1, 2]
+    monkeypatch.setattr(ReinforcementRun, "state_dict", lambda self: {"loader": {"sampler": order}})
+    run = object.__new__(ReinforcementRun)
+    run.trainer, run.checkpoints = SimpleNamespace(pipeline=None), SimpleNamespace(saves=True)
+    run.mark()
+    order.append(3)
+    assert run._whole["loader"] == {"sampler": [1, 2]}
 
 
 def test_a_stopped_run_copies_what_it_has_saved_by_time(inputs, tmp_path):

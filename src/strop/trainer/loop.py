@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shlex
 import time
@@ -197,7 +198,8 @@ class Run(ABC):
     def mark(self) -> None:
         """Note the state after an iteration; the next one moves the loader and the KL coefficient."""
         if self.checkpoints.saves:
-            self._whole = {**self.state_dict(), "random": random_state()}
+            # copied: a user's sampler may return what it goes on to change
+            self._whole = copy.deepcopy({**self.state_dict(), "random": random_state()})
 
     def _say_when_it_stops(self) -> None:
         logger.warning("stopping when the iteration that is under way is saved; a second time: at once")
