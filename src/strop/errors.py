@@ -248,8 +248,8 @@ def _repeats(number: int, since: float) -> bool:
     return number == signal.SIGHUP or time.monotonic() - since < _TOGETHER_S
 
 
-HOLD_INTERRUPTS_S = 300.0
-"""Longest time in which an interrupt waits for something that may hang."""
+HOLD_INTERRUPTS_S = 3600.0
+"""Longest time in which an interrupt waits: longer than an iteration takes, for one that hangs."""
 
 
 def interrupt_after(seconds: float, number: int = signal.SIGINT) -> threading.Timer:
