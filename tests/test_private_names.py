@@ -20,7 +20,7 @@ SOURCE = Path(strop.__file__).parent
 FILES = {"torch_private.py", "models/transformers_private.py", "controller/ray/ray_private.py"}
 OF_OTHERS = {
     # documented by the standard library
-    *("_actions", "_asdict", "_current_frames", "_exit", "_replace", "_SubParsersAction"),
+    *("_actions", "_asdict", "_current_frames", "_exit", "_fields", "_replace", "_SubParsersAction"),
     "_strop_number",  # strop's own, on a class of its own
     *("_disable_adapters", "_data_files", "_custom_ops", "_get_model_param_range_map"),  # one use
 }

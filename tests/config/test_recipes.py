@@ -90,7 +90,7 @@ def test_a_recipe_passes_the_check_without_its_models(recipe, capsys):
 
 def test_a_recipe_passes_the_whole_check_with_other_models(recipe, tmp_path, capsys):
     tokenizer = tiny_model.build_tokenizer(string.printable)
-    tiny_model.build_model(tokenizer, hidden=32).save_pretrained(tmp_path / "model")
+    tiny_model.build_model(tokenizer, hidden=64).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     models = [f"{key}.model.path={tmp_path / 'model'}" for key in ("actor_rollout_ref", "critic")]
     options = [*models, f"data.cache_dir={tmp_path}", "trainer.logger=[console]"]

@@ -59,7 +59,6 @@ def test_texts_are_split_from_the_numbers_of_a_batch():
         ({"score": 1.0, "prediction": b"42"}, TypeError, ("'prediction'", "'42'")),
         ({"score": "1.0", "acc": 1.0}, TypeError, ("score", "'1.0'", "text")),
         ({"score": 1.0, "rule": "text"}, ValueError, ("'rule'",)),
-        ({"score": None}, TypeError, ("score", "None")),
         ({"accuracy": 1.0, "format": 0.0}, ValueError, ("'score'", "['accuracy', 'format']")),
         ({"score": 1.0, "rule": 1.0}, ValueError, ("'rule'",)),
         ({"score": 1.0, "reward_model": 1.0}, ValueError, ("'reward_model'",)),

@@ -80,7 +80,7 @@ class Toy:
 
     @register(Dispatch.DATA_PARALLEL)
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        return {"vf_loss": 0.0, "lr": 0.0}
+        return {"vf_loss": 0.0, "vf_clipfrac": 0.0, "lr": 0.0}
 
     @register(Dispatch.DATA_PARALLEL)
     def update_actor(self, batch: DataProto) -> dict[str, float]:

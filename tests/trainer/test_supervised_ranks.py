@@ -76,6 +76,7 @@ def test_real_preferences_go_from_raw_files_to_a_reward_model(inputs, tmp_path):
             "data.val_files=[]",
             "data.max_prompt_length=256",
             "data.max_response_length=128",
+            "data.filter_overlong=True",
             "trainer.total_training_steps=2",
             "model.use_remove_padding=True",
         )

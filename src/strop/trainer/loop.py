@@ -168,8 +168,8 @@ class Run(ABC):
         self.folder.require_held(trainer.global_step)
         role, step = self.trained[0], trainer.global_step
         saved = self.checkpoints.folder_of(step) / role / "huggingface"
-        has_weights = any(saved.glob("*.safetensors"))
-        trainer.groups[role].export(self.folder.final_model, step, saved if has_weights else None)
+        there = {"saved": saved} if any(saved.glob("*.safetensors")) else {}
+        trainer.groups[role].export(self.folder.final_model, step, **there)
 
     @property
     def late_part(self) -> Callable[[Path], Any] | None:
