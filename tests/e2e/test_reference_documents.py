@@ -276,6 +276,7 @@ def test_the_iteration_of_the_notes_with_a_full_kl(tmp_path):
     trained_as_ever(tmp_path, LocalWorkerGroup, "trainer.worker_group=local", "algorithm.kl_penalty=full")
 
 
+@pytest.mark.slow
 def test_the_iteration_of_the_notes_on_ray(ray_session, tmp_path):
     trainer = trained_as_ever(
         tmp_path, RayWorkerGroup, "trainer.worker_group=ray", "trainer.n_gpus_per_node=2"
