@@ -15,6 +15,7 @@ import pytest
 from strop import errors
 from strop.checkpoint.folder import latest_step, saved_steps, verify
 from strop.cli.main import main
+from strop.data.loader import SampledBatches
 from strop.trainer.ppo import PPO
 from strop.trainer.ray_trainer import ReinforcementRun
 from strop.workers.policy import ActorRolloutRefWorker
@@ -136,12 +137,18 @@ def test_a_stopped_run_saves_its_last_whole_iteration_and_goes_on_to_the_same_nu
 
 def test_the_state_of_a_sampler_that_returns_what_it_changes_stays_that_of_the_iteration(monkeypatch):
     order = [1, 2]
-    monkeypatch.setattr(ReinforcementRun, "state_dict", lambda self: {"loader": {"sampler": order}})
+
+    class Sampler(list):
+        def state_dict(self):
+            return order
+
+    batches = SampledBatches(Sampler([0]), 1)
+    monkeypatch.setattr(ReinforcementRun, "state_dict", lambda self: {"loader": batches.state_dict()})
     run = object.__new__(ReinforcementRun)
-    run.trainer, run.checkpoints = SimpleNamespace(pipeline=None), SimpleNamespace(saves=True)
+    run.trainer, run.settings = SimpleNamespace(pipeline=None), SimpleNamespace(save_freq=1)
     run.mark()
     order.append(3)
-    assert run._whole["loader"] == {"sampler": [1, 2]}
+    assert run._whole["loader"]["sampler"] == [1, 2]
 
 
 def test_a_stopped_run_copies_what_it_has_saved_by_time(inputs, tmp_path):

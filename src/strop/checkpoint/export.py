@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from strop.checkpoint.folder import require_own_files, source_in, verify
+from strop.checkpoint.folder import has_weights, require_own_files, source_in, verify
 from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
 from strop.data.hub import local_model
@@ -71,7 +71,7 @@ def export(
             if not is_adapter(exported):
                 raise CheckpointError(f"{checkpoint} holds no LoRA adapter, so there is nothing to merge")
             merge_adapter(exported, building, dtype)
-        elif exported != source and not is_adapter(exported) and (dtype or not _has_weights(exported)):
+        elif exported != source and not is_adapter(exported) and (dtype or not has_weights(exported)):
             # float32, which the exported weights may not be
             export_from_shards(source, exported, building, dtype=None if dtype is None else DTYPES[dtype])
         else:
@@ -86,10 +86,6 @@ def export(
 def _is_model(folder: Path) -> bool:
     """Return True for the Hugging Face folder of a model or an adapter."""
     return is_adapter(folder) or (folder / "config.json").is_file()
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
 
 
 def merge_adapter(adapter: Path, out: Path, dtype: str | None = None) -> None:

@@ -104,12 +104,17 @@ def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path
     source = source_in(path, step=step, best=best, as_model=True)
     exported = [folder / "huggingface" for folder in source.glob("*") if folder.name != "critic"]
     model = next(filter(Path.is_dir, exported), source)
-    if model != source and not any(model.glob("*.safetensors")):
+    if model != source and not has_weights(model):
         raise CheckpointError(
             f"{source} was saved in the background, as shards (trainer.async_save): make a model of it "
             f"by strop export {shlex.quote(str(source))} --out FOLDER"
         )
     return model
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True for a folder with weights in safetensors; a background save leaves one without."""
+    return any(folder.glob("*.safetensors"))
 
 
 def require_own_files(model: Path) -> None:

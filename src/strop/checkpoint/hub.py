@@ -20,7 +20,13 @@ from typing import Any, Self
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from strop.checkpoint.export import export
-from strop.checkpoint.folder import iteration_of, latest_checkpoint, newest_model, require_own_files
+from strop.checkpoint.folder import (
+    has_weights,
+    iteration_of,
+    latest_checkpoint,
+    newest_model,
+    require_own_files,
+)
 from strop.checkpoint.model_card import model_card
 from strop.config.paths import expand, is_adapter, is_url
 from strop.config.schema import RootConfig
@@ -154,7 +160,7 @@ def model_of(
             return
     step = step_of(source) if is_url(source) else iteration_of(Path(source))
     exported = None if is_url(source) else Path(source) / role / "huggingface"
-    if dtype is None and exported is not None and any(exported.glob("*.safetensors")):
+    if dtype is None and exported is not None and has_weights(exported):
         yield exported, step
         return
     parent = None if is_url(source) else Path(source).parent

@@ -116,7 +116,6 @@ class Checkpoints:
         *,
         max_to_keep: int | None = None,
         save_minutes: float | None = None,
-        saves: bool = True,
         background: bool = False,
         remote: str | None = None,
         trained: Sequence[str] = TRAINED,
@@ -124,11 +123,11 @@ class Checkpoints:
         """Open the checkpoints in ``folder``; ``trained`` names the groups whose state is saved.
 
         Of the checkpoints that are saved ``by_time`` the last two are kept, and the one of the best
-        validation; of the others the last ``max_to_keep``. ``saves=False``: the run is to have none.
+        validation; of the others the last ``max_to_keep``.
         """
         self.folder = Path(expand(folder)).absolute()  # workers have other working directories
         self.max_to_keep = max_to_keep
-        self.save_minutes, self.saves = save_minutes, saves
+        self.save_minutes = save_minutes
         self.background = background
         self.trained = trained
         self._in_flight: tuple[int, list[Any]] | None = None
@@ -151,12 +150,10 @@ class Checkpoints:
         ``by_time=False``: only those of ``trainer.save_freq``.
         """
         settings = config.trainer
-        save_minutes = settings.save_minutes if by_time else None
         return cls(
             Path(settings.default_local_dir),
             max_to_keep=settings.max_ckpt_to_keep,
-            save_minutes=save_minutes,
-            saves=settings.save_freq > 0 or save_minutes is not None,
+            save_minutes=settings.save_minutes if by_time else None,
             background=settings.async_save,
             remote=settings.default_hdfs_dir,
             trained=trained,

@@ -1,4 +1,4 @@
-"""What commands share: an option, and messages in their words (``--data`` instead of ``data.val_files``)."""
+"""Shared by commands: an option, and messages in their words (``--data`` instead of ``data.val_files``)."""
 
 from __future__ import annotations
 

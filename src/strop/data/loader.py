@@ -168,7 +168,9 @@ class SampledBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the sampler's state: tensors and plain values."""
-        return {"epoch": self.epoch, "position": self.position, "sampler": self.sampler.state_dict()}
+        # copied: a sampler may return what it goes on to change
+        sampler = copy.deepcopy(self.sampler.state_dict())
+        return {"epoch": self.epoch, "position": self.position, "sampler": sampler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; :class:`CheckpointError` if it is not of a user's sampler."""

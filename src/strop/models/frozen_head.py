@@ -1,4 +1,4 @@
-"""What a model can say under a final norm and an output layer that stay as they are, as with LoRA adapters.
+"""Highest probabilities under a final norm and an output layer that stay as they are, as with LoRA adapters.
 
 Shapes: N tokens, H hidden, V vocabulary.
 """

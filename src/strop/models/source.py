@@ -1,4 +1,4 @@
-"""What a model's folder says besides its weights, for the folders that are written from it.
+"""Configuration and tokenizer of a model's folder, for the folders that are written from it.
 
 Loading sets dropouts to 0, the dtype to float32 and a pad token; transformers writes configurations and
 tokenizers with further entries. A written folder has the source's values and files instead.

@@ -74,7 +74,7 @@ class Tables:
 
     @property
     def console(self) -> Console:
-        """Where tables are printed."""
+        """Console for the tables."""
         return plain_console()
 
     def log_validation(self, step: int, report: ValidationReport) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import shlex
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.checkpoint.folder import newest_model
+from strop.checkpoint.folder import has_weights, newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
@@ -168,12 +167,12 @@ class Run(ABC):
         self.folder.require_held(trainer.global_step)
         role, step = self.trained[0], trainer.global_step
         saved = self.checkpoints.folder_of(step) / role / "huggingface"
-        there = {"saved": saved} if any(saved.glob("*.safetensors")) else {}
+        there = {"saved": saved} if has_weights(saved) else {}
         trainer.groups[role].export(self.folder.final_model, step, **there)
 
     @property
     def late_part(self) -> Callable[[Path], Any] | None:
-        """What makes the part of a checkpoint that is complete later; see ``Checkpoints.save``."""
+        """Maker of the part of a checkpoint that is complete later; see ``Checkpoints.save``."""
         return None
 
     def save(self, *, by_time: bool, stopping: bool = False) -> None:
@@ -197,9 +196,8 @@ class Run(ABC):
 
     def mark(self) -> None:
         """Note the state after an iteration; the next one moves the loader and the KL coefficient."""
-        if self.checkpoints.saves:
-            # copied: a user's sampler may return what it goes on to change
-            self._whole = copy.deepcopy({**self.state_dict(), "random": random_state()})
+        if self.settings.save_freq > 0 or self.checkpoints.save_minutes is not None:
+            self._whole = {**self.state_dict(), "random": random_state()}
 
     def _say_when_it_stops(self) -> None:
         logger.warning("stopping when the iteration that is under way is saved; a second time: at once")

@@ -100,7 +100,7 @@ class LatePart:
 
 
 class _Mark(NamedTuple):
-    """What is in flight after an iteration."""
+    """Batches and samples in flight after an iteration."""
 
     batches: list[BatchAhead]
     admitted: int
