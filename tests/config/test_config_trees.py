@@ -29,6 +29,27 @@ def test_schema_and_defaults_hold_the_same_keys_and_each_is_documented_in_one_li
     assert undocumented == []
 
 
+def test_short_names_stand_for_keys_of_their_tree():
+    assert PPO.short == {
+        "model": "actor_rollout_ref.model.path",
+        "data": "data.train_files",
+        "reward": "custom_reward_function.path",
+        "algorithm": "algorithm.adv_estimator",
+        "lr": "actor_rollout_ref.actor.optim.lr",
+        "steps": "trainer.total_training_steps",
+        "n": "actor_rollout_ref.rollout.n",
+        "out": "trainer.default_local_dir",
+    }
+    for tree in (SFT, REWARD_MODELLING, DPO):
+        assert tree.short == {
+            "model": "model.path",
+            "data": "data.train_files",
+            "lr": "update.optim.lr",
+            "steps": "trainer.total_training_steps",
+            "out": "trainer.default_local_dir",
+        }
+
+
 @TREES
 def test_a_file_is_laid_over_the_defaults_and_a_resolved_one_is_read_back_equal(tree, tmp_path):
     config = load_tree(tree, ["update.optim.lr=3e-4", "trainer.experiment_name=mine"])

@@ -98,10 +98,10 @@ def nearest_key(path: str, schema: type[RootConfig] = Config) -> str | None:
 def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     """Return the message about a key that does not exist."""
     keys = all_keys(schema)
-    guesses = _by_other_name(path, list(keys))
-    if not guesses:
-        guess = nearest_key(path, schema)
-        guesses = [guess] if guess else _elsewhere(path, list(keys))
+    guess = nearest_key(path, schema)
+    guesses = [guess] if guess else _elsewhere(path, list(keys))
+    if not guess or _last_word(guess) != _last_word(path):
+        guesses = _by_other_name(_last_word(path), list(keys)) or guesses
     if guesses:
         return f"{path}: unknown key; did you mean {' or '.join(guesses)}?"
     sections = {key.path for key in keys.values() if key.is_section}
@@ -113,7 +113,19 @@ def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
 
 
 _MOST_GUESSES = 3
+_SHORT_NAMES = {
+    "model": "model.path",
+    "data": "data.train_files",
+    "reward": "custom_reward_function.path",
+    "algorithm": "algorithm.adv_estimator",
+    "lr": "optim.lr",
+    "steps": "trainer.total_training_steps",
+    "n": "rollout.n",
+    "out": "trainer.default_local_dir",
+}
+"""Arguments of the commands' short forms -> the end of the key that each sets."""
 _OTHER_NAMES = {
+    **_SHORT_NAMES,
     "batch_size": "data.train_batch_size",
     "epochs": "trainer.total_epochs",
     "eval_steps": "trainer.test_freq",
@@ -126,11 +138,17 @@ _OTHER_NAMES = {
     "output_dir": "trainer.default_local_dir",
     "save_steps": "trainer.save_freq",
 }
-"""Names of transformers and TRL -> the end of the key here."""
+"""Short names, and those of transformers and TRL -> the end of the key here."""
 
 
-def _by_other_name(path: str, keys: list[str]) -> list[str]:
-    end = _OTHER_NAMES.get(_last_word(path), "")
+def short_names(schema: type[RootConfig]) -> dict[str, str]:
+    """Return the short names of a tree's keys; see ``Tree.short``."""
+    found = {name: _by_other_name(name, list(all_keys(schema))) for name in _SHORT_NAMES}
+    return {name: keys[0] for name, keys in found.items() if keys}
+
+
+def _by_other_name(name: str, keys: list[str]) -> list[str]:
+    end = _OTHER_NAMES.get(name, "")
     matching = [key for key in keys if end and f".{key}".endswith(f".{end}")]
     return sorted(matching, key=_not_of_the_actor)
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.identity import Change
-from strop.config.keys import all_keys, value_at
+from strop.config.keys import all_keys, short_names, value_at
 from strop.config.placement import Root
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
@@ -30,6 +30,11 @@ class Tree(Generic[Root]):
     def defaults_file(self) -> Path:
         """File with all defaults."""
         return Path(__file__).with_name(f"{self.name}.yaml")
+
+    @property
+    def short(self) -> dict[str, str]:
+        """Key behind each argument of the short form, as in {"lr": "actor_rollout_ref.actor.optim.lr"}."""
+        return short_names(self.schema)
 
     @cache  # noqa: B019 - there are as many trees as kinds of runs
     def defaults(self) -> DictConfig:
