@@ -10,6 +10,7 @@ import pytest
 
 import strop
 from strop import errors
+from strop.cli.main import main
 from strop.config.keys import all_keys
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 
@@ -59,3 +60,35 @@ def test_keys_of_a_page_exist(page):
     of_the_model = (".override_config.", ".override_transformer_config.")
     named = [key for key in named if not any(section in key for section in of_the_model)]
     assert [key for key in named if key not in known | columns] == []
+
+
+def test_sources_name_pages_by_the_command_that_shows_them():
+    files = [file for kind in ("py", "yaml") for file in (ROOT / "src/strop").rglob(f"*.{kind}")]
+    text = "\n".join(file.read_text() for file in files if file.name != "reference.py")
+    named = set(re.findall(r"strop docs (\w+)", text))
+    assert len(named) > 10
+    assert named <= {page.stem for page in DOCS.glob("*.md")}
+    assert re.findall(r"docs/\w+\.md", text) == []  # which the package does not have
+
+
+def test_a_page_is_printed_as_it_is_into_a_pipe(capsys):
+    assert main(["docs", "data"]) == 0
+    assert capsys.readouterr().out == (DOCS / "data.md").read_text()
+    assert main(["docs"]) == 0
+    listed = re.findall(r"^strop docs (\w+) ", capsys.readouterr().out, flags=re.MULTILINE)
+    assert listed == sorted(page.stem for page in DOCS.glob("*.md"))
+    assert main(["docs", "dta"]) == 2
+    assert "did you mean data?" in capsys.readouterr().err
+
+
+def test_keys_are_found_by_a_word_of_their_name_or_meaning(capsys):
+    assert main(["keys", "lr"]) == 0
+    first = capsys.readouterr().out.splitlines()[:2]
+    assert first[0] == "actor_rollout_ref.actor.optim.lr=1e-06"
+    assert all_keys(PPO.schema)["actor_rollout_ref.actor.optim.lr"].doc in first[1]
+    assert main(["keys", "--command", "sft", "passes", "training"]) == 0
+    assert "trainer.total_epochs=1\n" in capsys.readouterr().out
+    assert main(["keys", "data.train_files"]) == 0
+    assert "data.train_files=(required)\n" in capsys.readouterr().out
+    assert main(["keys", "learningrate"]) == 2
+    assert "learningrate" in capsys.readouterr().err

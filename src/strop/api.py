@@ -41,10 +41,10 @@ def train(
     Args:
         model: the path or hub name of a model, or a dict of keys below ``actor_rollout_ref.model``.
         data: rows as a list of dicts, a ``datasets.Dataset``, a data frame or a pyarrow table; the name of a
-            file, or a list of names (docs/data.md); or a dict of keys below ``data``, in which
+            file, or a list of names (``strop docs data``); or a dict of keys below ``data``, in which
             ``train_files`` and ``val_files`` are any of these:
             ``dict(train_files=rows, prompt_key="question", answer_key="answer")``.
-        reward: a function that gets by name what it asks for (docs/rewards.md), or has TRL's signature
+        reward: a function that gets by name what it asks for (``strop docs rewards``), or has TRL's signature
             ``(completions, **columns)``; a list of functions, whose scores are added; a Python file
             ``reward.py`` or ``reward.py:name``; the path or hub name of a reward model; or None: the built-in
             scorer of each row's ``data_source``. Functions run in a process of their own, as a copy made by
@@ -55,7 +55,7 @@ def train(
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
             defaults of ``strop train``.
         config: a YAML file laid over the defaults, or a dict of keys.
-        overrides: further keys (docs/config.md), over ``config``: a section as a dict,
+        overrides: further keys (``strop docs config``), over ``config``: a section as a dict,
             ``trainer=dict(total_training_steps=100)``, or the whole name, ``**{"trainer.save_freq": 10}``.
 
     The recipe ``grpo`` sets the estimator, ``data.train_batch_size`` (32, or all rows if there are fewer),
@@ -83,7 +83,7 @@ def sft(
     """Fine-tune a model on responses, as ``strop sft`` does; the rows have ``prompt`` and ``response``.
 
     The arguments are those of ``train``; ``model`` may be a dict of keys below ``model``.
-    docs/supervised_config.md lists the keys.
+    ``strop docs supervised_config`` lists the keys.
     """
     return _supervised("sft", model, data, config, overrides)
 

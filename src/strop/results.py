@@ -20,7 +20,7 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """One row for each iteration, in order: ``step`` and the metrics of docs/metrics.md."""
+        """One row for each iteration, in order: ``step`` and the metrics of ``strop docs metrics``."""
         return _table(self.read_metrics())
 
     def read_metrics(self) -> list[dict[str, Any]]:

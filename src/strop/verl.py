@@ -1,6 +1,6 @@
 """Names that loops written for verl use: parts of ``RayPPOTrainer``, and the arithmetic on a batch.
 
-Here are names of Python programs (docs/from_verl.md); those of configuration keys are in
+Here are names of Python programs (``strop docs from_verl``); those of configuration keys are in
 ``strop.config.verl``, which imports no torch. Shapes: B samples, T response tokens.
 """
 

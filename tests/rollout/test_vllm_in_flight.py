@@ -387,4 +387,4 @@ def test_an_engine_says_once_that_its_samples_depend_on_batching(policies, tmp_p
     rollout.generate(prompts_of([3], n=2), SamplingParams(max_tokens=4, n=2))
     assert rollout._seed_per_sample is not told  # on a CPU
     lines = [record.getMessage() for record in caplog.records if "seed_per_sample" in record.getMessage()]
-    assert lines == [Message("seed_per_sample=False", "other samples", "docs/generation.md")] * told
+    assert lines == [Message("seed_per_sample=False", "other samples", "strop docs generation")] * told

@@ -14,6 +14,6 @@
 
 Nothing here reads a configuration, and no normalization is hidden: every denominator is an argument or in the
 first lines of a function. Slots with mask 0 may hold anything, NaN and infinity included, without effect on
-results or gradients; results are 0 there. ``docs/algorithms.md`` lists every formula with its source and its
-configuration key.
+results or gradients; results are 0 there. ``strop docs algorithms`` lists every formula with its source and
+its configuration key.
 """

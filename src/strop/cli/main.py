@@ -36,7 +36,7 @@ strop train --recipe grpo actor_rollout_ref.model.path=MODEL data.train_files=su
 strop train actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet \\
     data.val_files=data/gsm8k/test.parquet algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
 strop train --config-path my.yaml trainer.default_local_dir=runs/first
-The same command again resumes from the last checkpoint. Keys: docs/config.md""",
+The same command again resumes from the last checkpoint. Keys: strop docs config""",
     ),
     "sft": _Command(
         "fine-tune a model on responses",
@@ -45,7 +45,7 @@ The same command again resumes from the last checkpoint. Keys: docs/config.md"""
         """\
 strop sft model.path=MODEL data.train_files=answers.csv data.prompt_key=question data.response_key=answer
 strop sft model.path=MODEL data.train_files=answers.parquet update.optim.lr=1e-5 trainer.total_epochs=2
-Keys: docs/supervised_config.md""",
+Keys: strop docs supervised_config""",
     ),
     "train-rm": _Command(
         "train a reward model on pairs of answers",
@@ -53,7 +53,7 @@ Keys: docs/supervised_config.md""",
         "strop.cli.train:run_train_rm",
         """\
 strop train-rm model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
-Keys: docs/supervised_config.md""",
+Keys: strop docs supervised_config""",
     ),
     "dpo": _Command(
         "train a model on preferred and rejected answers (DPO, IPO, SimPO, ORPO and others)",
@@ -62,7 +62,7 @@ Keys: docs/supervised_config.md""",
         """\
 strop dpo model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
 strop dpo model.path=MODEL data.train_files=pairs.parquet update.loss=simpo
-Keys: docs/supervised_config.md""",
+Keys: strop docs supervised_config""",
     ),
     "check": _Command(
         "check a configuration and the data that it names, without loading a model",
@@ -131,6 +131,18 @@ strop view runs/first runs/second --web               a page, live while a run w
 strop report runs/first -o first.html
 strop report runs/first runs/second -o both.html --steps 8 --samples 64""",
     ),
+    "docs": _Command(
+        "show a page of the documentation",
+        "strop.cli.reference:add_docs_arguments",
+        "strop.cli.reference:run_docs",
+        "strop docs data",
+    ),
+    "keys": _Command(
+        "find configuration keys by a word of their name or meaning",
+        "strop.cli.reference:add_keys_arguments",
+        "strop.cli.reference:run_keys",
+        "strop keys lr",
+    ),
 }
 
 
@@ -197,4 +209,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: load_backend(_COMMANDS[name].run)(arguments), debug=arguments.debug)
 
 
-_QUICK = ("view",)
+_QUICK = ("view", "docs", "keys")

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of --scorer, as in method=flexible; repeatable (docs/data.md lists them)",
+        help="an option of --scorer, as in method=flexible; repeatable (strop docs data lists them)",
     )
     add("--custom", metavar="PATH", help="score all rows with a function from this Python file")
     add("--name", default="compute_score", help="name of that function (compute_score)")

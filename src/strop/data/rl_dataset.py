@@ -175,7 +175,7 @@ class RLHFDataset:
             f"to select the scorer of a row; found {self._table.names}. Add the column, name another one or "
             "one source for all rows (data.data_source), score them with a custom function "
             "(custom_reward_function.path), or whole batches with a manager of your own "
-            "(reward_model.reward_manager=module:Class; docs/rewards.md)"
+            "(reward_model.reward_manager=module:Class; strop docs rewards)"
         )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:

@@ -239,7 +239,7 @@ def require_gpu(strategy: str) -> None:
 def learning_rate_factor(
     iteration: int, *, total: int, warmup_ratio: float, style: str, min_ratio: float | None
 ) -> float:
-    """Return the factor of the learning rate at ``iteration`` (from 0) of ``total`` (docs/algorithms.md).
+    """Return the factor of the rate at ``iteration`` (from 0) of ``total`` (``strop docs algorithms``).
 
     Warm-up: (iteration + 1) / W over the first W = int(warmup_ratio x total) iterations. After it: 1
     (``constant``), a half cosine (``cosine``) or a line (``linear``) from 1 towards ``min_ratio`` (null: 0).

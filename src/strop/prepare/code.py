@@ -94,7 +94,7 @@ def humaneval_splits(
 def assert_tests(tests: list[str], *, entry_point: str, prefix: str = "") -> str:
     """Return a ground truth: tests that are Python sources, run in order in one namespace after the answer.
 
-    ``docs/data.md`` has the format. ``prefix`` runs before the answer.
+    ``strop docs data`` has the format. ``prefix`` runs before the answer.
     """
     return json.dumps({"kind": "assert", "prefix": prefix, "entry_point": entry_point, "tests": tests})
 

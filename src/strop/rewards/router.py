@@ -126,7 +126,7 @@ class UnknownSourceError(RewardError, NotImplementedError):
             f"{self.what}. To add one, set custom_reward_function.path to a Python file with "
             "compute_score(data_source, solution_str, ground_truth, extra_info=None), set "
             "reward_model.reward_manager=module:Class to a manager that scores whole batches "
-            "(docs/rewards.md), or call strop.rewards.router.register_scorer(data_source, function)"
+            "(strop docs rewards), or call strop.rewards.router.register_scorer(data_source, function)"
         )
 
 

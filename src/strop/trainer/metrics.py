@@ -1,4 +1,4 @@
-"""Metrics of one iteration, under the names that docs/metrics.md defines.
+"""Metrics of one iteration, under the names that ``strop docs metrics`` defines.
 
 Shapes: B samples, T response tokens. Means are over real tokens or over sequences, never over padding and
 never means of means.

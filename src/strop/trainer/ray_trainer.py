@@ -54,7 +54,7 @@ class RayPPOTrainer(VerlNames):
         role_worker_mapping: the worker class of each role, or ``ray.remote`` of it (resources are those of
             the role's pool). Keys other than ``Role`` (strings, or members of another enum) are roles of
             one's own: their groups are built with the others, get the calls that the subclass makes, and are
-            ``groups[name]``. See docs/own_algorithm.md.
+            ``groups[name]``. See ``strop docs own_algorithm``.
         resource_pool_manager: where each role lives. A role that the run needs and that one of the two lacks
             is a ``ConfigError``.
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.

@@ -91,7 +91,7 @@ class StallWatch:
         """``rate`` is the learning rate, with its key."""
         self._advice = f"Unless the run has converged, raise {rate}"
         if has_adapters:
-            self._advice += ", or train the output layer whole (modules_to_save; docs/lora.md)"
+            self._advice += ", or train the output layer whole (modules_to_save; strop docs lora)"
         self._seen: list[tuple[float, float]] | None = []
         """None: it has warned."""
 

@@ -25,10 +25,10 @@ _ROW = "row"
 def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
     """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL to ref).
 
-    Formulas: docs/algorithms.md. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and
-    ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. The old log-probs are the column
-    ``rollout_log_probs`` with ``use_rollout_log_probs``, else ``old_log_probs``. Without that column the
-    current policy is the one before the update: its detached log-probs stand in, and every ratio is 1.
+    Formulas: ``strop docs algorithms``. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens``
+    and ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. The old log-probs are the
+    column ``rollout_log_probs`` with ``use_rollout_log_probs``, else ``old_log_probs``. Without that column
+    the current policy is the one before the update: its detached log-probs stand in, and every ratio is 1.
     ``rollout_is`` weighs the loss of each token by the old log-probs against ``rollout_log_probs``.
     """
     policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs)

@@ -18,7 +18,7 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
     """Yield an error for each key that is missing or refused, and a warning for each reason for no effect.
 
     Only keys that somebody wrote are reported as without effect, each for its first reason: a default
-    without effect is no mistake, and docs/config.md mentions it.
+    without effect is no mistake, and ``strop docs config`` mentions it.
     """
     at_key = _looking_at(config)
     idle: dict[str, list[str]] = {}

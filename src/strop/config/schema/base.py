@@ -4,8 +4,8 @@ A section has no defaults: the YAML files are their only source, so the two cann
 back-end may have theirs in its module ``keys`` instead (``Tree.defaults``).
 
 A key that has an effect only sometimes says so on its field: ``Annotated[type, no_effect(...)]``, with the
-condition and the reason. ``config.checks.keys`` reports such keys where somebody wrote them; docs/config.md
-lists them. A marker on a field that holds a section covers every key below it.
+condition and the reason. ``config.checks.keys`` reports such keys where somebody wrote them, and
+``strop docs config`` lists them. A marker on a field that holds a section covers every key below it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from strop.config.schema.base import (
 NO_VALIDATION = no_effect(
     "with data.val_files=[]", lambda at: at.value not in (False, -1, 0) and not at.config.data.val_files
 )
-PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv, .tsv (docs/data.md)"
+PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv, .tsv (strop docs data)"
 
 
 class RowsConfig(Section, resumes=SAME):

@@ -94,14 +94,14 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
         Expected("auto, True or False"),
         needs("layers_of_transformers", lambda at: at.value is True, level="warning"),
     ]
-    """Compile the decoder layers for log-probs and updates (docs/speed.md); auto: on a GPU."""
+    """Compile the decoder layers for log-probs and updates (strop docs speed); auto: on a GPU."""
     use_liger: Annotated[
         bool,
         no_effect("in any run", lambda at: at.value, "models compute with their own modules"),
     ]
     """A key of verl: the modules of the package liger_kernel."""
     lora_rank: Annotated[Count, SAME_MODEL, needs("adapters", lambda at: at.value > 0, when="above 0")]
-    """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
+    """Train LoRA adapters of this rank on frozen weights; 0: train the weights (strop docs lora)."""
     lora_alpha: Annotated[PositiveFloat, SAME_MODEL, _no_lora(16), _of_new_adapters(16)]
     """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Annotated[ModuleNames, SAME_MODEL, _no_lora("all-linear"), _of_new_adapters("all-linear")]

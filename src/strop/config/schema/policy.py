@@ -61,7 +61,7 @@ class RolloutConfig(Section, resumes=MAY_CHANGE):
     """Generation of responses, and the log-probs of what was generated."""
 
     name: Annotated[RolloutName, Expected(f"one of auto, {', '.join(ROLLOUTS)}")]
-    """Engine: vllm, with its own weights; hf, on the actor's; auto: vllm if it suits (docs/generation.md)."""
+    """Engine: vllm, with its own weights; hf, on the actor's; auto: vllm or hf (strop docs generation)."""
     temperature: Temperature
     """Sampling temperature; the same one is used for all log-probs."""
     top_k: TopK

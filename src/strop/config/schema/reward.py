@@ -99,7 +99,7 @@ class RewardModelConfig(Section, resumes=SAME):
     timeout_s: Annotated[Seconds, MAY_CHANGE]
     """Seconds that a reward function may take for one sample before it is cut off."""
     error_score: Annotated[Number, MAY_CHANGE]
-    """Score of a sample whose reward failed, was cut off or is not finite; see docs/rewards.md."""
+    """Score of a sample whose reward failed, was cut off or is not finite; see strop docs rewards."""
     max_error_rate: Annotated[Fraction, MAY_CHANGE]
     """Share of such samples, among the last 256 or a larger batch, above which the run stops."""
     memory_limit_mb: Annotated[PositiveInt | None, MAY_CHANGE]
@@ -107,7 +107,7 @@ class RewardModelConfig(Section, resumes=SAME):
     max_concurrency: Annotated[PositiveInt, MAY_CHANGE]
     """Samples that an async reward function scores at the same time, in one process."""
     parts: dict[str, Any]
-    """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
+    """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see strop docs rewards."""
     non_stop_penalty: bool
     """Give a response that did not end with a stop token the score penalty_reward_value."""
     penalty_reward_value: Annotated[Number, _NO_PENALTY]
@@ -121,7 +121,7 @@ class RewardModelConfig(Section, resumes=SAME):
 
 
 class CustomRewardFunctionConfig(Section, resumes=SAME):
-    """Your own reward function: compute_score(response, ground_truth, ...); see docs/rewards.md."""
+    """Your own reward function: compute_score(response, ground_truth, ...); see strop docs rewards."""
 
     path: Annotated[str | None, FILES]
     """Python file that defines it; null: the built-in scorers, by data source."""

@@ -96,7 +96,7 @@ class PreferenceUpdateConfig(UpdateConfig):
     """The update: one optimizer step per iteration."""
 
     loss: Text
-    """Loss of a pair: dpo, cdpo, ipo, hinge, simpo, orpo, or an import path (docs/preference.md)."""
+    """Loss of a pair: dpo, cdpo, ipo, hinge, simpo, orpo, or an import path (strop docs preference)."""
     beta: PositiveFloat | None
     """Weight of log-probs in the reward (ipo: tau; orpo: lambda); null: 0.1, with simpo 2.0."""
     label_smoothing: Annotated[Number | None, Field(ge=0, lt=0.5), _setting("label_smoothing")]

@@ -108,7 +108,7 @@ class RunConfig(Section, resumes=MAY_CHANGE):
     default_local_dir: Annotated[Text, NOT_COMPARED]
     """Run folder: checkpoints, metrics, samples, resolved config."""
     push_to_hub: Annotated[bool, no_effect("with trainer.val_only", lambda at: at.section.val_only)]
-    """At the end, upload the trained model with a model card to the Hugging Face hub (docs/publishing.md)."""
+    """At the end, upload the trained model with a model card to the hub (strop docs publishing)."""
     hub_repo_id: Annotated[Text | None, _NOT_PUBLISHED]
     """Repository, as owner/name or a name of yours; null: experiment_name. It is created if it is missing."""
     hub_revision: Annotated[Text | None, _NOT_PUBLISHED]
@@ -139,7 +139,7 @@ class TrainerConfig(RunConfig):
     placement: Annotated[dict[RoleName, str], _ONE_POOL]
     """The pool of a role ({Critic: name}); ActorRollout may be Actor and Rollout, or ActorRolloutRef."""
     async_steps: Count
-    """Iterations by which generation may run ahead of training; 0: none (docs/asynchronous.md)."""
+    """Iterations by which generation may run ahead of training; 0: none (strop docs asynchronous)."""
     critic_warmup: Annotated[Count, NO_CRITIC]
     """Iterations at the start that update the critic only."""
     warn_without_signal: PositiveInt | None

@@ -140,7 +140,7 @@ class VLLMRollout:
         if not seed_per_sample and rank == 0:
             logger.warning(
                 "actor_rollout_ref.rollout.seed_per_sample=False: samples depend on the other samples of "
-                "their call, so on batch size, number of ranks and vLLM's settings (docs/generation.md)"
+                "their call, so on batch size, number of ranks and vLLM's settings (strop docs generation)"
             )
 
     @classmethod

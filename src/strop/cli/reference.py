@@ -1,0 +1,68 @@
+"""``strop docs PAGE`` and ``strop keys WORD``: the documentation in the terminal, from the package itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from strop.config.keys import all_keys, unknown_key
+from strop.config.trees import TREES
+from strop.errors import ConfigError, did_you_mean
+from strop.terminal import literal
+
+_FOLDER = Path(__file__).parents[1] / "docs"
+
+
+def add_docs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``strop docs``."""
+    parser.add_argument("page", nargs="?", metavar="PAGE", help="name of a page (default: list the pages)")
+
+
+def run_docs(arguments: argparse.Namespace) -> int:
+    """Show a page in the terminal's pager, or write its Markdown to a pipe."""
+    pages = {file.stem: file.read_text() for file in sorted(_FOLDER.glob("*.md"))}
+    if arguments.page is None:
+        for name, text in pages.items():
+            print(f"strop docs {name:18} {text.partition('# ')[2].partition(chr(10))[0]}")
+    elif arguments.page not in pages:
+        raise ConfigError(f"unknown page {arguments.page!r}{did_you_mean(arguments.page, pages)}")
+    elif not sys.stdout.isatty():
+        sys.stdout.write(pages[arguments.page])
+    else:
+        os.environ.setdefault("LESS", "-FRX")  # show colours, and end at once on a page of one screen
+        console = Console()
+        with console.pager(styles=True):
+            console.print(Markdown(pages[arguments.page], hyperlinks=False), width=min(console.width, 110))
+    return 0
+
+
+def add_keys_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``strop keys``."""
+    parser.add_argument("words", nargs="+", metavar="WORD", help="beginning of a word in key or meaning")
+    parser.add_argument("--command", choices=TREES, default="train", help="command with these keys (train)")
+
+
+def run_keys(arguments: argparse.Namespace) -> int:
+    """Print the keys that have all the words, those with the words in their names first."""
+    tree = TREES[arguments.command]
+    words = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}", re.IGNORECASE) for word in arguments.words]
+
+    def has_words(text: str) -> bool:
+        return all(word.search(text) for word in words)
+
+    keys = [key for key in all_keys(tree.schema).values() if not key.is_section]
+    found = [key for key in keys if has_words(f"{key.path} {key.doc}")]
+    if not found:
+        raise ConfigError(unknown_key(arguments.words[-1], tree.schema))
+    console = Console(soft_wrap=True)
+    for key in sorted(found, key=lambda key: not has_words(key.path)):
+        default = tree.raw_default(key.path)
+        value = "(required)" if key.required and not default else "null" if default is None else default
+        console.print(literal(key.path, "bold"), literal(f"={value}\n    {key.doc} ({key.expected})"), sep="")
+    return 0
