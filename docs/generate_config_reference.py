@@ -1,4 +1,4 @@
-"""Write docs/config.md and docs/supervised_config.md from the schemas and the defaults.
+"""Write docs/config.md, docs/config_*.md and docs/supervised_config.md from the schemas and the defaults.
 
 python docs/generate_config_reference.py           write them
 python docs/generate_config_reference.py --check   exit 1 if one is stale
@@ -6,7 +6,9 @@ python docs/generate_config_reference.py --check   exit 1 if one is stale
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,23 @@ from strop.config.checks.keys import status_in_words
 from strop.config.keys import Key, all_keys
 from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Tree
 
-PAGE = Path(__file__).with_name("config.md")
-SUPERVISED_PAGE = Path(__file__).with_name("supervised_config.md")
+MARK = "<!-- Written by docs/generate_config_reference.py from src/strop/config/schema/: edit that. -->\n"
+
+HEAD = "[Configuration](config.md) explains the entries, and how to set a key."
 
 INTRODUCTION = """\
-<!-- Written by docs/generate_config_reference.py from src/strop/config/schema/: edit that, not this page. -->
 
 # Configuration
 
-Every key, section by section. The defaults are those of `src/strop/config/ppo_trainer.yaml`, and for
-keys of an engine or a rollout that it does not have, of that back-end's module `keys`.
+Each key stands with its meaning, its default and its type. The defaults are those of
+`src/strop/config/ppo_trainer.yaml`, and for keys of an engine or a rollout that it does not have, of that
+back-end's module `keys`.
 
 ```
 strop train data.train_batch_size=64 trainer.logger=[console]    # overrides, in Hydra's grammar
 strop train --config-path conf --config-name mine    # conf/mine.yaml over the defaults, then overrides
 strop check --config-path conf --config-name mine    # sizes and every error; loads no model
+strop keys lr                                        # keys with a word in their name or meaning
 ```
 
 - Your own file needs only the keys that differ. A `defaults:` list and config groups in its folder work
@@ -47,8 +51,8 @@ strop check --config-path conf --config-name mine    # sizes and every error; lo
 - Deprecated keys work and say so: `*_micro_batch_size` (samples over all processes; setting one sets its
   `*_micro_batch_size_per_gpu` aside) and `actor_rollout_ref.model.external_libs`.
 
-The last column says when a key counts: *honoured*: always; *no effect*: not under that condition, and a
-warning names the key if you wrote it; *error*: that condition stops the run; *required*: it has no default.
+After that a key may have a condition: *No effect*: not under it, and a warning names the key if you wrote
+it; *Error*: it stops the run; *Required*: the key has no default.
 
 ## The 15 keys that people set
 """
@@ -73,7 +77,6 @@ COMMON_KEYS = (
 
 
 SUPERVISED_INTRODUCTION = """\
-<!-- Written by docs/generate_config_reference.py from src/strop/config/schema/: edit that, not this page. -->
 
 # Configuration of the supervised trainers
 
@@ -84,16 +87,64 @@ Every key of `strop sft`, `strop train-rm` and `strop dpo`, with the defaults of
 """
 
 
-def page() -> str:
-    """Return the page of reinforcement learning."""
+PAGES = {
+    "algorithm": ["algorithm"],
+    "data": ["data"],
+    "reward_model": ["reward_model", "custom_reward_function"],
+    "trainer": ["trainer"],
+    "model": ["actor_rollout_ref", "actor_rollout_ref.model"],
+    "actor": ["actor_rollout_ref.actor"],
+    "rollout": ["actor_rollout_ref.rollout"],
+    "ref": ["actor_rollout_ref.ref"],
+    "critic": ["critic"],
+}
+"""docs/config_NAME.md -> the sections that it has, each with the sections below it."""
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by their names without .md."""
     keys = all_keys(PPO.schema)
-    common = [_row(PPO, keys[path], keys, with_status=False) for path in COMMON_KEYS]
-    return "\n".join([INTRODUCTION, *_HEAD[False], *common, "", *_sections(PPO, "##", with_status=True)])
+    by_page: dict[str, list[Key]] = {name: [] for name in PAGES}
+    for section in (key for key in keys.values() if key.is_section):
+        by_page[_page_of(section.path)].append(section)
+    common = [_item(PPO, keys[path], keys, with_status=False) for path in COMMON_KEYS]
+    found = {"config": "\n".join([MARK, INTRODUCTION, *common, "", "## All keys", "", *_contents(keys)])}
+    for name, sections in by_page.items():
+        title = " and ".join(f"`{path}`" for path in PAGES[name])
+        head = [MARK, f"# Configuration: {title}", "", HEAD, ""]
+        found[f"config_{name}"] = "\n".join([*head, *_sections(PPO, sections, "##", with_status=True)])
+    return found | {"supervised_config": supervised_page()}
+
+
+def _page_of(path: str) -> str:
+    """Return the page of a section: the one with the longest name that the section's begins with."""
+    names = {name: page for page, sections in PAGES.items() for name in sections}
+    return names[max((name for name in names if f"{path}.".startswith(f"{name}.")), key=len)]
+
+
+def _contents(keys: dict[str, Key]) -> list[str]:
+    """Return an item for each page."""
+    items = []
+    for name, sections in PAGES.items():
+        names = ", ".join(f"`{path}`" for path in sections)
+        items.append(f"[{names}](config_{name}.md): {' '.join(_doc(keys[path]) for path in sections)}")
+    return [*(_wrapped(f"- {item}") for item in items), ""]
+
+
+def _doc(key: Key) -> str:
+    """Return the meaning of a key, with links to the pages that it names."""
+    return re.sub(r"strop docs (\w+)", r"[\1](\1.md)", key.doc)
 
 
 def supervised_page() -> str:
     """Return the page of the supervised trainers, with only the differences from the first."""
-    lines = [SUPERVISED_INTRODUCTION, "## `strop sft`", "", *_sections(SFT, "###", with_status=False)]
+    lines = [
+        MARK,
+        SUPERVISED_INTRODUCTION,
+        "## `strop sft`",
+        "",
+        *_sections(SFT, None, "###", with_status=False),
+    ]
     for command, tree in (("train-rm", REWARD_MODELLING), ("dpo", DPO)):
         lines += _differences(command, tree)
     return "\n".join(lines)
@@ -101,64 +152,69 @@ def supervised_page() -> str:
 
 def _differences(command: str, tree: Tree) -> list[str]:
     """Return the section of a command whose keys are mostly those of `strop sft`."""
-    same = [line for line in _sections(SFT, "###", with_status=False) if _is_row(line)]
-    own = [line for line in _sections(tree, "###", with_status=False) if _is_row(line)]
-    theirs = {line.split("|")[1] for line in own}
-    missing = sorted(line.split("|")[1].strip() for line in same if line.split("|")[1] not in theirs)
+    same, own = _items(SFT), _items(tree)
+    missing = sorted(f"`{path}`" for path in same if path not in own)
     return [
         f"## `strop {command}`",
         "",
         "The keys of `strop sft`, with these differences:",
         "",
-        *_HEAD[False],
-        *(line for line in own if line not in same),
+        *(item for path, item in own.items() if item != same.get(path)),
         "",
-        f"It has no {', '.join(missing)}.",
+        _wrapped(f"It has no {', '.join(missing)}."),
         "",
     ]
 
 
-_HEAD = {
-    True: ["| key | type | default | meaning | in this version |", "| --- | --- | --- | --- | --- |"],
-    False: ["| key | type | default | meaning |", "| --- | --- | --- | --- |"],
-}
+def _items(tree: Tree) -> dict[str, str]:
+    """Return the lines of each key, by its path."""
+    keys = all_keys(tree.schema)
+    return {p: _item(tree, key, keys, with_status=False) for p, key in keys.items() if not key.is_section}
 
 
-def _is_row(line: str) -> bool:
-    return line.startswith("| `")
-
-
-def _sections(tree: Tree, heading: str, *, with_status: bool) -> list[str]:
-    """Return the sections of a tree as headings and tables."""
+def _sections(tree: Tree, sections: list[Key] | None, heading: str, *, with_status: bool) -> list[str]:
+    """Return sections, all of the tree by default, as headings and lists of keys."""
     keys, lines = all_keys(tree.schema), []
-    for section in (key for key in keys.values() if key.is_section):
+    for section in sections or [key for key in keys.values() if key.is_section]:
         lines += [f"{heading}{'#' * ('.' in section.path)} `{section.path}`", "", section.doc, ""]
         if with_status and section.limits:
-            lines += [f"{status_in_words(section).capitalize()}.", ""]
-        rows = [
-            _row(tree, key, keys, with_status=with_status)
+            lines += [_wrapped(f"{status_in_words(section).capitalize()}."), ""]
+        items = [
+            _item(tree, key, keys, with_status=with_status)
             for key in keys.values()
             if not key.is_section and key.path.rpartition(".")[0] == section.path
         ]
-        if rows:
-            lines += [*_HEAD[with_status], *rows, ""]
+        if items:
+            lines += [*items, ""]
     return lines
 
 
-def _row(tree: Tree, key: Key, keys: dict[str, Key], *, with_status: bool) -> str:
-    """Return a line of a table; a default stands as in the YAML file, with its interpolations."""
+def _item(tree: Tree, key: Key, keys: dict[str, Key], *, with_status: bool) -> str:
+    """Return an item of a list; a default stands as in the YAML file, with its interpolations."""
     value: Any = tree.raw_default(key.path)
-    default = "null" if value is None else str(value)
-    default = "(required)" if key.required is not None and not value else f"`{default}`"
-    cells = [f"`{key.path}`", key.expected, default, key.doc]
-    if with_status:
-        cells.append(status_in_words(key, inherited=len(keys[key.path.rpartition(".")[0]].limits)))
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+    default = "Required" if key.required is not None and not value else f"Default `{_in_yaml(value)}`"
+    status = status_in_words(key, inherited=len(keys[key.path.rpartition(".")[0]].limits))
+    text = f"- `{key.path}`: {_doc(key)} {default} ({key.expected})."
+    if with_status and status != "honoured":
+        text += f" {status[0].upper()}{status[1:]}."
+    return _wrapped(text)
+
+
+def _in_yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _wrapped(text: str) -> str:
+    """Return an item in lines of at most 110 characters, none of which begins as a quote or a list does."""
+    bound = re.sub(r" (?=[-+>#*]|\d+\.)", "\0", text)
+    lines = textwrap.wrap(bound, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def main(arguments: list[str]) -> int:
     """Write or check the pages; return the exit status."""
-    for path, text in ((PAGE, page()), (SUPERVISED_PAGE, supervised_page())):
+    for name, text in pages().items():
+        path = Path(__file__).with_name(f"{name}.md")
         if arguments != ["--check"]:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:

@@ -22,7 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-KEY = re.compile(r"(?<=<td><code>)[\w.]+(?=</code>)")
+KEY = re.compile(r"(?<=<(?:td|li)><code>)[\w.]+(?=</code>)")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 
 
@@ -58,5 +58,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Let a long key in a table break after a dot; the search index has it in one piece."""
+    """Let a long key in a table or list break after a dot; the search index has it in one piece."""
     return KEY.sub(lambda key: key[0].replace(".", ".<wbr>"), output)
