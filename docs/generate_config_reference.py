@@ -1,4 +1,4 @@
-"""Write docs/config.md, docs/config_*.md and docs/supervised_config.md from the schemas and the defaults.
+"""Write docs/config*.md, docs/supervised_config.md and src/strop/keywords.py from schemas and defaults.
 
 python docs/generate_config_reference.py           write them
 python docs/generate_config_reference.py --check   exit 1 if one is stale
@@ -15,6 +15,8 @@ from typing import Any
 from strop.config.checks.keys import status_in_words
 from strop.config.keys import Key, all_keys
 from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Tree
+
+from generate_keywords import KEYWORDS, keywords
 
 MARK = "<!-- Written by docs/generate_config_reference.py from src/strop/config/schema/: edit that. -->\n"
 
@@ -212,9 +214,9 @@ def _wrapped(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the pages; return the exit status."""
-    for name, text in pages().items():
-        path = Path(__file__).with_name(f"{name}.md")
+    """Write or check the files; return the exit status."""
+    files = {Path(__file__).with_name(f"{name}.md"): text for name, text in pages().items()}
+    for path, text in (files | {KEYWORDS: keywords()}).items():
         if arguments != ["--check"]:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:

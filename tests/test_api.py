@@ -8,6 +8,7 @@ import os
 import pydoc
 import random
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +22,6 @@ import torch
 
 import strop
 from strop.api import _Given
-from strop.config.trees import PPO
 from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
 from strop.errors import ConfigError, DataError, SeveralErrors
@@ -175,9 +175,9 @@ def _notebook(folder):
 
 def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
     (tmp_path / "own.yaml").write_text("trainer: {save_freq: 7, test_freq: 9}\ndata: {train_batch_size: 4}\n")
-    given = _Given(tmp_path / "own.yaml", {"trainer.save_freq": 3, "trainer": {"total_epochs": 2}})
+    given = _Given("train", tmp_path / "own.yaml", {"trainer.save_freq": 3, "trainer": {"total_epochs": 2}})
     assert given.data({"train_files": Path("t.jsonl"), "val_files": ROWS, "prompt_key": "question"}) is None
-    config = given.load(PPO, {"data.train_batch_size": 24})
+    config = given.load({"data.train_batch_size": 24})
     trainer, data = config.trainer, config.data
     assert (trainer.save_freq, trainer.test_freq, trainer.total_epochs) == (3, 9, 2)
     assert (data.train_batch_size, data.prompt_key, data.train_files) == (4, "question", ["t.jsonl"])
@@ -205,6 +205,49 @@ def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_pa
     assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n) == (estimator, n)
     assert not config.data.val_files  # so there is no validation
     assert config.algorithm.gamma == (0.9 if isinstance(more.get("algorithm"), dict) else 1.0)
+
+
+def test_short_names_set_the_keys_of_the_short_command(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("strop.trainer.commands.train", lambda config, **_: found.append(config))
+    strop.train("m", ROWS, len, lr=0.5, steps=7, n=5, out=tmp_path / "run")
+    strop.dpo("m", ROWS, lr=0.25, steps=3, out="other")
+    rl, dpo = found
+    assert (rl.actor_rollout_ref.actor.optim.lr, rl.actor_rollout_ref.rollout.n) == (0.5, 5)
+    assert (rl.trainer.total_training_steps, rl.trainer.default_local_dir) == (7, str(tmp_path / "run"))
+    assert (dpo.update.optim.lr, dpo.trainer.total_training_steps) == (0.25, 3)
+    assert dpo.trainer.default_local_dir == "other"
+
+
+GOOD = """\
+rows = [{"question": "1+1", "answer": 2}]
+strop.train("m", rows, len, "grpo", lr=1e-4, steps=10, n=4, out="runs/x")
+strop.train("m", dict(train_files=rows, prompt_key="q"), trainer=dict(logger=["console"]), steps=1)
+strop.train({"path": "m"}, ["a.csv"], actor_rollout_ref=dict(rollout=dict(n=2), actor={"optim": {"lr": 1}}))
+strop.train(Path("m"), pa.table({"a": [1]}), [len], algorithm=dict(gamma=0.9))
+strop.dpo("m", dict(train_files=Path("a.csv"), chosen_key="c"), update=dict(optim=dict(lr=3e-3)))
+strop.evaluate("m", dict(val_files=rows), len, n=3, out="x").scores
+"""
+BAD = """\
+strop.train("m", "d.csv", trainer=dict(totl_steps=1))
+strop.train("m", {"train_files": "d.csv", "prompt_keyy": "q"})
+strop.train("m", "d.csv", actor_rollout_ref=dict(rollout=dict(nn=2)))
+strop.sft("m", "d.csv", trainer={"total_training_steps": "many"})
+strop.train("m", "d.csv", lr="high")
+"""
+
+
+def test_a_type_checker_finds_misspelt_keys_and_wrong_types(tmp_path):
+    file = tmp_path / "program.py"
+    head = "from pathlib import Path\nimport pyarrow as pa\nimport strop\n"
+    file.write_text(head + GOOD + BAD)
+    ty = Path(sys.executable).with_name("ty")
+    command = [ty, "check", "--python", sys.executable, "--output-format", "concise", file]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    lines = {int(line.split(":")[1]) for line in done.stdout.splitlines() if "error[" in line}
+    first = len((head + GOOD).splitlines()) + 1
+    assert lines == set(range(first, first + len(BAD.splitlines()))), done.stdout
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

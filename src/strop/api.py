@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from strop.results import Evaluation, Run
 from strop.session import generators_kept, session
 
 if TYPE_CHECKING:
-    from strop.config.placement import Root
-    from strop.config.trees import Tree
+    from strop import keywords as keys
     from strop.data.sources import Rows
 
 __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
@@ -27,14 +26,14 @@ _ESTIMATORS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}
 
 
 def train(
-    model: Any,
-    data: Any,
+    model: str | Path | keys.TrainActorRolloutRefModel,
+    data: keys.Rows | keys.TrainData,
     reward: Reward = None,
-    algorithm: Any = None,
+    algorithm: str | keys.TrainAlgorithm | None = None,
     *,
     recipe: str | Path | None = "grpo",
     config: str | Path | Mapping[str, Any] | None = None,
-    **overrides: Any,
+    **overrides: Unpack[keys.TrainKeys],
 ) -> Run:
     """Train a model by reinforcement learning, as ``strop train`` does, and return the run.
 
@@ -55,8 +54,9 @@ def train(
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
             defaults of ``strop train``.
         config: a YAML file laid over the defaults, or a dict of keys.
-        overrides: further keys (``strop docs config``), over ``config``: a section as a dict,
-            ``trainer=dict(total_training_steps=100)``, or the whole name, ``**{"trainer.save_freq": 10}``.
+        overrides: further keys (``strop docs config``), over ``config``: ``lr``, ``steps``, ``n`` (answers
+            to each prompt) and ``out`` (the run folder); a section as a dict, ``trainer=dict(save_freq=10)``;
+            or a whole name, ``**{"trainer.save_freq": 10}``.
 
     The recipe ``grpo`` sets the estimator, ``data.train_batch_size`` (32, or all rows if there are fewer),
     ``ppo_mini_batch_size`` (the same: one update for each batch), ``actor_rollout_ref.rollout.n`` (8 for
@@ -69,16 +69,20 @@ def train(
             it wrote, and the same call goes on from its last checkpoint.
     """
     with session("train"):
-        given = _Given(config, overrides, recipe)
+        given = _Given("train", config, overrides, recipe)
         given.data(data)
         given.algorithm(algorithm)
         given.model("actor_rollout_ref.model", model)
         given.reward(reward)
-        return _train("train", given)
+        return _train(given)
 
 
 def sft(
-    model: Any, data: Any, *, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any
+    model: str | Path | keys.SftModel,
+    data: keys.Rows | keys.SftData,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    **overrides: Unpack[keys.SftKeys],
 ) -> Run:
     """Fine-tune a model on responses, as ``strop sft`` does; the rows have ``prompt`` and ``response``.
 
@@ -89,7 +93,11 @@ def sft(
 
 
 def train_rm(
-    model: Any, data: Any, *, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any
+    model: str | Path | keys.SftModel,
+    data: keys.Rows | keys.TrainRmData,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    **overrides: Unpack[keys.TrainRmKeys],
 ) -> Run:
     """Train a reward model, as ``strop train-rm`` does, on ``prompt``, ``chosen`` and ``rejected``.
 
@@ -99,7 +107,11 @@ def train_rm(
 
 
 def dpo(
-    model: Any, data: Any, *, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any
+    model: str | Path | keys.SftModel,
+    data: keys.Rows | keys.TrainRmData,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    **overrides: Unpack[keys.DpoKeys],
 ) -> Run:
     """Train a policy, as ``strop dpo`` does, on ``prompt``, ``chosen`` and ``rejected``.
 
@@ -110,7 +122,7 @@ def dpo(
 
 def evaluate(
     model: str | Path,
-    data: Any,
+    data: keys.Rows | keys.TrainData,
     reward: Reward = None,
     *,
     n: int = 1,
@@ -120,7 +132,7 @@ def evaluate(
     limit: int | None = None,
     out: str | Path | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
-    **overrides: Any,
+    **overrides: Unpack[keys.EvaluateKeys],
 ) -> Evaluation:
     """Generate answers to prompts and score them, as ``strop eval`` does; return the figures.
 
@@ -138,10 +150,9 @@ def evaluate(
         overrides: as for ``train``.
     """
     with session("evaluation"):
-        from strop.config.trees import PPO
         from strop.trainer import evaluation
 
-        given = _Given(config, overrides)
+        given = _Given("train", config, overrides)
         given.data(data, "val_files")
         given.reward(reward)
         own = evaluation.settings(
@@ -154,7 +165,7 @@ def evaluate(
             limit=limit,
             out=out,
         )
-        loaded = given.load(PPO, below=own)
+        loaded = given.load(below=own)
         with generators_kept():
             evaluation.evaluate(loaded, rows=given.rows, functions=given.functions)
         return Evaluation(loaded.trainer.default_local_dir)
@@ -165,17 +176,22 @@ class _Given:
 
     def __init__(
         self,
+        command: str,
         config: str | Path | Mapping[str, Any] | None,
         overrides: Mapping[str, Any],
         recipe: str | Path | None = None,
     ) -> None:
+        from strop.config.trees import TREES
+
+        self.tree = TREES[command]
         is_file = isinstance(config, str | Path)
         self.recipe = recipe
         self.file = str(config) if is_file else None
         self.values: dict[str, Any] = {}
         self.rows: list[Rows] = []
         self.functions: dict[str, Callable[..., Any]] = {}
-        self.overrides = [self._with_sources({} if is_file else config), self._with_sources(overrides)]
+        long = {self.tree.short.get(key, key): value for key, value in overrides.items()}
+        self.overrides = [self._with_sources({} if is_file else config), self._with_sources(long)]
 
     def set(self, key: str, value: Any) -> None:
         self.values[key] = _plain(value)
@@ -252,17 +268,14 @@ class _Given:
         parts = {name: {"scorer": word} for name, word in zip(names, words, strict=True)}
         self.set("reward_model.parts", {"rule": 0, **parts})
 
-    def load(
-        self,
-        tree: Tree[Root],
-        defaults: Mapping[str, Any] | None = None,
-        below: Mapping[str, Any] | None = None,
-    ) -> Root:
+    def load(self, defaults: Mapping[str, Any] | None = None, below: Mapping[str, Any] | None = None) -> Any:
         """Return the configuration; ``defaults`` lie below the user's file, ``below`` over it."""
         from strop.config.load import load_tree
 
         values = [below or {}, self.values, *self.overrides]
-        return load_tree(tree, config_path=self.file, recipe=self.recipe, defaults=defaults, values=values)
+        return load_tree(
+            self.tree, config_path=self.file, recipe=self.recipe, defaults=defaults, values=values
+        )
 
     def _with_sources(self, keys: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return keys as configuration has them, with names for rows in memory."""
@@ -294,17 +307,16 @@ def _is_section(data: Any) -> bool:
 
 def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Mapping[str, Any]) -> Run:
     with session(command):
-        given = _Given(config, overrides)
+        given = _Given(command, config, overrides)
         given.data(data)
         given.model("model", model)
-        return _train(command, given)
+        return _train(given)
 
 
-def _train(command: str, given: _Given) -> Run:
-    from strop.config.trees import TREES
+def _train(given: _Given) -> Run:
     from strop.trainer.commands import fitted, train
 
-    config, data, _ = fitted(lambda defaults: given.load(TREES[command], defaults), given.rows)
+    config, data, _ = fitted(given.load, given.rows)
     with generators_kept():
         train(config, rows=given.rows, functions=given.functions, data=data)
     return Run(config.trainer.default_local_dir)

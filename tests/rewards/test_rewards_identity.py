@@ -154,7 +154,6 @@ def test_fingerprints_are_the_same_in_every_interpreter(modules):
 
 SCRIPT = """
 import strop.api
-from strop.config.trees import PPO
 
 WORDS = {"yes", "no", "maybe", "right", "wrong"}
 
@@ -168,12 +167,12 @@ class Judge:
     def __call__(self, response):
         return float(response in self.kinds | self.seen)
 
-given = strop.api._Given(None, {})
+given = strop.api._Given("train", None, {})
 given.reward([in_words, Judge()])
 print(sorted(given.functions))
 given.reward(Judge())
 keys = {"data": {"train_files": "t", "val_files": "v"}, "actor_rollout_ref": {"model": {"path": "m"}}}
-print(given.load(PPO, keys).trainer.default_local_dir)
+print(given.load(keys).trainer.default_local_dir)
 """
 
 
