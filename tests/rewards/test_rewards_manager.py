@@ -36,9 +36,7 @@ def test_the_score_stands_at_the_last_response_token(make: Make, batch_of: Batch
         "reward/error_rate": 0.0,
         "reward/errors": 0.0,
         "reward/timeouts": 0.0,
-        "reward/rule/mean": pytest.approx(2 / 3),
-        "reward/score/strop/arithmetic/mean": pytest.approx(2 / 3),
-        "reward/added/strop/arithmetic/rule": pytest.approx(2 / 3),
+        "reward/rule/mean": pytest.approx(2 / 3),  # and none by source: they would repeat it
     }
     assert output.responses == ["3", "12", "345 "]
     assert output.errors == ["", "", ""]
@@ -259,8 +257,6 @@ def test_failed_samples_are_counted_logged_and_given_the_error_score(
         "reward/timeouts": 1.0,
         "reward/rule/mean": 0.25,
         "reward/accuracy/mean": 1.0,
-        "reward/score/strop/arithmetic/mean": 0.25,
-        "reward/added/strop/arithmetic/rule": 0.25,
     }
     assert "ValueError: no verdict" in output.errors[1]
     assert mentions(output.errors[2], "1 s")

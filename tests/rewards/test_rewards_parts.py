@@ -151,6 +151,25 @@ def test_validation_of_a_source_of_other_parts_is_by_these(make: Make, batch_of:
     assert scores_of(manager(batch)) == [2.0, 0.0]
 
 
+def test_scores_come_by_source_with_several_sources_or_parts(make: Make, batch_of: Batch):
+    def score(solution_str: str, **sample: Any) -> Any:
+        return {"score": 1.0, "polite": 4.0}
+
+    def by_source(manager: Any) -> set[str]:
+        metrics = manager(batch_of(["1"], ["1"])).metrics
+        return {name for name in metrics if name.startswith(("reward/score/", "reward/added/"))}
+
+    assert by_source(make(score)) == set()
+    assert by_source(make(score, parts={"polite": 0.5})) == {
+        "reward/score/strop/arithmetic/mean",
+        "reward/added/strop/arithmetic/rule",
+        "reward/added/strop/arithmetic/polite",
+    }
+    manager = make(score)
+    manager.validate_sources([OWN, "another"])  # of which this batch has one only
+    assert by_source(manager) == {"reward/score/strop/arithmetic/mean", "reward/added/strop/arithmetic/rule"}
+
+
 def test_numbers_that_a_function_returns_count_if_they_have_a_weight(make: Make, batch_of: Batch):
     def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
         return {"score": 1.0, "polite": 4.0, "long": 2.0}

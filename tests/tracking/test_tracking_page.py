@@ -218,6 +218,23 @@ def test_metrics_are_read_again_when_the_run_has_written(tmp_path):
     assert dict(zip(new["names"], new["values"], strict=True))["bad"] == [None]
 
 
+def test_a_browser_shows_names_of_one_number_once(browser, tmp_path):
+    lines = [
+        {"step": step, "critic/score/mean": step / 4, "objective/scores": step / 4} for step in (1, 2, 3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(tmp_path) as server:
+        browser.open(server.url)
+        script = (
+            "curveSettings.find = arguments[0]; return panelsOf(state.runs).map((box) => box.textContent)"
+        )
+        browser.until("state.runs[0].metrics")
+        [panel] = browser.run(script, "score")
+        assert panel.startswith("critic/score/mean")
+        [panel] = browser.run(script, "objective/scores")
+        assert panel.startswith("objective/scores")
+
+
 @pytest.mark.parametrize(
     "path",
     [

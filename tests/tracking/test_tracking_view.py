@@ -76,6 +76,20 @@ def test_the_summary_shows_first_best_and_last_step(run_dir, capsys):
     assert re.search(r"gsm8k +0\.100 +0\.600 +2 +0\.400 +▁█▅", text)
 
 
+def test_names_of_one_number_are_shown_once(track, tmp_path, capsys):
+    with track(tmp_path) as tracking:
+        for step, score in enumerate((0.25, 0.5, 0.25), start=1):
+            names = ("objective/scores", "critic/score/mean", "reward/rule/mean")
+            apart = {"reward/errors": 0.0, "reward/timeouts": 0.0, "objective/kl": score * (step != 2)}
+            tracking.log(step, dict.fromkeys(names, score) | apart)
+    assert "reward/rule/mean" not in view(capsys, tmp_path, "--metrics", "*")
+    rows = re.findall(r"^ ?(\S+/\S+) ", view(capsys, tmp_path, "--metrics", "obj*,*re*"), re.MULTILINE)
+    assert rows == ["objective/scores", "objective/kl", "reward/errors", "reward/timeouts"]
+    text = view(capsys, tmp_path, "--metrics", "reward/rule/mean,critic/score/mean")  # as named
+    assert "reward/rule/mean" in text
+    assert "critic/score/mean" in text
+
+
 def test_the_summary_fits_80_columns(run_dir, track, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with track(tmp_path / "wide") as tracking:

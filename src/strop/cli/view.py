@@ -28,6 +28,7 @@ from strop.tracking.text import (
     format_number,
     headlines,
     names_in_order,
+    shown_names,
     sparkline,
 )
 
@@ -118,17 +119,18 @@ def _nan_as_worst(score: float) -> float:
 
 
 def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
-    """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
-    names = names_in_order(steps)
+    """Return the metrics to show, equal ones once; DataError when a pattern in ``wanted`` matches nothing."""
+    names = shown_names(steps)
     if wanted is None:
-        return [headline.metric for headline in headlines(steps)] or names
-    found: dict[str, None] = {}
+        return [headline.metric for headline in headlines(steps)] or list(dict.fromkeys(names.values()))
+    found: dict[str, str] = {}
     for pattern in wanted:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise DataError(f"--metrics {pattern}: the run logged no such metric; it has {', '.join(names)}")
-        found |= dict.fromkeys(matching)
-    return list(found)
+        for name in matching:
+            found.setdefault(name if name == pattern else names[name], name)
+    return list(dict.fromkeys(found.values()))
 
 
 def _validation_table(steps: Steps) -> Table:

@@ -239,6 +239,7 @@ class RewardManager(Reward):
         self.reward_fn_key, self.prompt_key = reward_fn_key, prompt_key
         self.error_score = error_score
         self._sources: list[str] | None = None  # None: every source has a scorer
+        self._known: set[str] = set()  # sources of the data set
         self._router: Router | None = None
         self._timeout_s = timeout_s
         if compute_score is None:
@@ -385,7 +386,10 @@ class RewardManager(Reward):
         return RewardOutput(
             token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
             parts=parts,
-            metrics=score_metrics(outcomes, sources, parts, added),
+            # of one source with one part they would repeat the score
+            metrics=score_metrics(
+                outcomes, sources, parts, added, by_source=len(self._known | {*sources}) > 1 or len(added) > 1
+            ),
             responses=[sample.solution_str for sample in samples],
             errors=errors,
             texts=rule_parts(outcomes, has_rule, error_score=self.error_score)[1],
@@ -424,7 +428,7 @@ class RewardManager(Reward):
             RewardError: nothing scores one of them.
             ConfigError: its scorer cannot work here (code without bubblewrap), or not within the deadline.
         """
-        sources = set(sources)
+        self._known = sources = set(sources)
         self.require_scored(sources, has_reward_model=has_reward_model)
         self.composition.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
 

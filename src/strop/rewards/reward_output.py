@@ -317,8 +317,10 @@ def score_metrics(
     sources: Sequence[str],
     parts: Mapping[str, Tensor],
     contributions: Mapping[str, Tensor],
+    *,
+    by_source: bool,
 ) -> dict[str, float]:
-    """Return the metrics of a batch's scores, by part and by data source.
+    """Return the metrics of a batch's scores, by part and with ``by_source`` by data source.
 
     ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions or a model scored;
     ``reward/left_out``, if there are any: samples for which nothing returned a number;
@@ -342,7 +344,7 @@ def score_metrics(
         **({"reward/left_out": float(left_out)} if left_out else {}),
         "reward/timeouts": float(sum(outcome.status == "timeout" for outcome in asked)),
         **{f"reward/{name}/mean": values.nanmean().item() for name, values in parts.items()},
-        **_by_source(sources, contributions),
+        **(_by_source(sources, contributions) if by_source else {}),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VALIDATION_PREFIX = "val/test_score/"
 
@@ -67,6 +67,19 @@ def headlines(steps: Sequence[Mapping[str, float]]) -> list[Headline]:
         for headline in HEADLINES
         if (has_ratios or not headline.of_ratios) and any(headline.metric in step for step in steps)
     ]
+
+
+def shown_names(steps: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Return the name under which each metric is shown: of those with the same values in every step, one.
+
+    Values that never change count as different ones: errors and timeouts may both be 0.
+    """
+    shown: dict[Any, str] = {}
+    names, main = names_in_order(steps), {headline.metric for headline in HEADLINES}
+    for name in sorted(names, key=lambda name: name not in main):
+        values = tuple(step.get(name) for step in steps)
+        shown[name] = shown.setdefault(values, name) if len({*values} - {None}) > 1 else name
+    return {name: shown[name] for name in names}
 
 
 def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:

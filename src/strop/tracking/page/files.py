@@ -35,7 +35,7 @@ from strop.tracking.samples import (
     steps_with_file,
     unpack_texts,
 )
-from strop.tracking.text import VALIDATION_PREFIX, names_in_order
+from strop.tracking.text import VALIDATION_PREFIX, names_in_order, shown_names
 
 KINDS = ("rollouts", "validation")
 """Folders of samples."""
@@ -63,17 +63,18 @@ class RunFiles:
         self.steps_logged()
 
     def metrics(self, after: int = -1) -> dict[str, Any]:
-        """Return the steps above ``after``, as one list of values per metric.
+        """Return the steps above ``after``, as one list of values per metric, and the name that shows it.
 
         ``last`` is the last step of the file: a run that resumes drops steps.
         """
         steps = self.steps_logged()
-        names = names_in_order(steps)
+        names = shown_names(steps)
         new = [step for step in steps if step["step"] > after]
         return {
             "last": max((step["step"] for step in steps), default=-1),
             "steps": [step["step"] for step in new],
-            "names": names,
+            "names": list(names),
+            "shown": list(names.values()),
             "values": [rounded([step.get(name) for step in new]) for name in names],
         }
 

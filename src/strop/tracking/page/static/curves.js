@@ -3,7 +3,7 @@
 
 const curveSettings = { smooth: "", axis: "step", find: "" };
 
-/** Add new steps to the metrics of a run: {steps, values: Map of name to values}. */
+/** Add new steps to the metrics of a run: {steps, values, shown: Maps of name to values and to the name that shows it}. */
 function addSteps(known, found) {
   if (!known || found.last < (known.steps.at(-1) ?? -1)) known = { steps: [], values: new Map() };
   const keep = known.steps.findIndex((step) => found.steps.length && step >= found.steps[0]);
@@ -13,7 +13,8 @@ function addSteps(known, found) {
   found.names.forEach((name, i) => {
     values.set(name, [...(known.values.get(name) ?? empty).slice(0, kept), ...found.values[i]]);
   });
-  return { steps: [...known.steps.slice(0, kept), ...found.steps], values };
+  const shown = new Map(found.names.map((name, i) => [name, found.shown[i]]));
+  return { steps: [...known.steps.slice(0, kept), ...found.steps], values, shown };
 }
 
 function curvesView() {
@@ -42,8 +43,12 @@ function panelsOf(shown) {
   let panels = new Map();
   if (find) {
     const names = new Set(shown.flatMap((run) => [...run.metrics.values.keys()]));
-    const found = [...names].filter((name) => name.toLowerCase().includes(find)).slice(0, 24);
-    panels = new Map(found.map((name) => [name, { title: name, unit: "", curves: [[name, name]] }]));
+    const found = new Map();  // metrics that hold the same numbers in all runs are one panel
+    for (const name of names) {
+      const key = JSON.stringify(shown.map((run) => run.metrics.shown.get(name)));
+      if (name.toLowerCase().includes(find) && !found.has(key)) found.set(key, name);
+    }
+    panels = new Map([...found.values()].slice(0, 24).map((name) => [name, { title: name, unit: "", curves: [[name, name]] }]));
   } else {
     for (const run of shown) {
       for (const panel of run.summary.panels) {
