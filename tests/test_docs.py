@@ -92,3 +92,14 @@ def test_keys_are_found_by_a_word_of_their_name_or_meaning(capsys):
     assert "data.train_files=(required)\n" in capsys.readouterr().out
     assert main(["keys", "learningrate"]) == 2
     assert "learningrate" in capsys.readouterr().err
+
+
+def test_lines_of_pages_are_short():
+    pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "benchmarks/README.md"]
+    long = [
+        f"{page.name}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 110 and not line.lstrip().startswith("|")  # a row of a table is one line
+    ]
+    assert [line for line in long if not line.startswith("README.md")] == []
