@@ -105,6 +105,7 @@ def test_names_and_parameters_are_those_that_are_registered():
         ("data.train_files=[]", ("data.train_files",)),
         ("data.train_files=[/no/a.parquet,hdfs://host/b.parquet]", ("data.train_files", "/no/a.parquet")),
         ("actor_rollout_ref.model.path=/no/model", ("actor_rollout_ref.model.path=/no/model",)),
+        ("actor_rollout_ref.model.path=gpt2", ("actor_rollout_ref.model.path=gpt2", "OWNER/NAME")),
         ("critic.model.path=./no", ("critic.model.path=./no",)),
         ("data.tokenizer=/no/tokenizer", ("data.tokenizer=/no/tokenizer",)),
         ("trainer.resume_mode=autom", ("trainer.resume_mode=autom",)),
@@ -117,6 +118,24 @@ def test_names_and_parameters_are_those_that_are_registered():
 )
 def test_unknown_names_missing_inputs_and_impossible_values_are_one_error_each(report, override, parts):
     assert report(override).errors == [Message(*parts)]
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("data.train_files={}/trian.parquet", "train.parquet"),
+        ("data.val_files={}/modl/train.parquet", "model/train.parquet"),
+        ("actor_rollout_ref.model.path={}/modle", "model"),
+        ("data.tokenizer={}/modle", "model"),
+        ("data.chat_template={}/tran.parquet", "train.parquet"),
+        ("custom_reward_function.path={}/tran.parquet", "train.parquet"),
+        ("trainer.resume_mode={}/modle", "model"),
+    ],
+)
+def test_a_misspelt_path_is_answered_by_the_one_that_is_there(report, tmp_path, override, meant):
+    (tmp_path / "model" / "train.parquet").touch()
+    (line,) = report(override.replace("{}", str(tmp_path))).errors
+    assert mentions(line, override.partition("=")[0], f"did you mean {tmp_path}/{meant}?")
 
 
 @pytest.mark.parametrize(

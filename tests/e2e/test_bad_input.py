@@ -91,6 +91,25 @@ def test_a_mistake_is_named_with_status_2_and_leaves_the_run_folder_alone(
     assert metrics(record.parent) == [{"step": 1}]
 
 
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("export torm --out x", "torn"),
+        ("export torm --push a/b", "torn"),
+        ("score trian.parquet", "train.parquet"),
+        ("score train.parquet --custom rewrd.py", "reward.py"),
+        ("prepare table --source trian.parquet --out x", "train.parquet"),
+        ("prepare table --source trn/actor --out x", "torn/actor"),  # as a data set on the hub is written
+    ],
+)
+def test_a_misspelt_path_of_a_command_is_answered_by_the_one_that_is_there(
+    inputs, capsys, monkeypatch, command, meant
+):
+    monkeypatch.chdir(inputs)
+    assert main(command.split()) == 2
+    assert meant in capsys.readouterr().err.partition("; did you mean ")[2]
+
+
 def test_all_mistakes_of_a_stage_are_reported_at_once(inputs, tmp_path, capsys):
     """First values that cannot be loaded, then values that do not fit one another."""
     unreadable = {"trainer.totl_epochs=3": "trainer.total_epochs", "data.max_prompt_length=long": "'long'"}

@@ -173,7 +173,7 @@ def test_special_tokens_and_ids_without_a_token_are_hidden_by_decoding(folder):
 def test_a_folder_without_a_model_is_an_error_with_what_was_expected(tmp_path):
     with pytest.raises(ModelError, match=naming("config.json", ".gguf")):
         locate(tmp_path)
-    with pytest.raises(ModelError, match=naming("nothing there")):
+    with pytest.raises(ModelError, match=naming("no such folder")):
         locate(tmp_path / "missing")
 
 

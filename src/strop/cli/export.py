@@ -7,8 +7,8 @@ from pathlib import Path
 
 from strop.checkpoint.folder import source_in
 from strop.cli.options import add_choice_of_checkpoint
-from strop.config.paths import expand, is_url
-from strop.errors import ConfigError
+from strop.config.paths import expand, is_url, similar_path
+from strop.errors import CheckpointError, ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--merge needs --out FOLDER, the merged model's; --push then uploads that")
     source, model = arguments.checkpoint, None
     if not is_url(source):
+        if not Path(expand(source)).exists():
+            raise CheckpointError(f"{source}: no such folder{similar_path(source)}")
         which = {"step": arguments.step, "best": arguments.best}
         source = str(source_in(Path(expand(source)), role=arguments.role, **which))
     if arguments.out is not None:

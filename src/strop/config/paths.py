@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
+
+from strop.errors import nearest
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter, as peft writes it."""
@@ -19,7 +22,7 @@ _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
 _SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")
 _HUB_DATA_SET = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_url(path: str | Path) -> bool:
@@ -38,6 +41,23 @@ def expand(path: str | Path) -> str:
 def may_be_a_hub_name(path: str) -> bool:
     """Return True if `path` may name a model on the hub (owner/name); local folders take precedence."""
     return _HUB_NAME.fullmatch(path) is not None and not path.endswith(".gguf")
+
+
+def similar_path(path: str | Path) -> str:
+    """Return ``; did you mean PATH?`` for a path that is not on this machine, or "" if none is similar."""
+    place = Path(expand(path))
+    parts = [part for part in (*reversed(place.parents), place) if not os.path.exists(part)]
+    with contextlib.suppress(OSError, ValueError):  # a folder that may not be listed; a null byte
+        guess = nearest(parts[0].name, os.listdir(parts[0].parent)) if parts else None
+        if guess and (found := parts[0].with_name(guess) / place.relative_to(parts[0])).exists():
+            return f"; did you mean {found}?"
+    return ""
+
+
+def no_model(path: str | Path) -> str:
+    """Return what is said of the path of a model or tokenizer that is not here, and no name on the hub."""
+    expected = "; expected a Hugging Face folder, a .gguf file or a name on the hub, OWNER/NAME"
+    return f"no such folder here{similar_path(path) or expected}"
 
 
 class HubSplit(NamedTuple):

@@ -25,7 +25,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import xxhash
 
-from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, with_split
+from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, similar_path, with_split
 from strop.data.fetch import local_path
 from strop.data.records import CHUNK_ROWS, json_records, open_data, records_table, table_of, to_rows
 from strop.errors import DataError, MissingExtraError, raised_as
@@ -181,8 +181,9 @@ def require_file(path: Path, name: str) -> None:
     """Raise :class:`DataError` unless ``path`` is a regular file: the first read of a pipe never returns."""
     if not path.is_file():
         found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "nothing"
-        hub = f"; a data set on the hub needs its split, as in {name}:train" if hub_split(f"{name}:x") else ""
-        raise DataError(f"{name}: expected a data file, found {found} (looked at {path.absolute()}){hub}")
+        split = f"; a data set on the hub needs its split: {name}:train" if hub_split(f"{name}:x") else ""
+        where = f"(looked at {path.absolute()}){similar_path(name) or split}"
+        raise DataError(f"{name}: expected a data file, found {found} {where}")
 
 
 _MAY_NOT_CONVERT = re.compile("timestamp|date|time|duration")  # nanoseconds, years after 9999
@@ -278,7 +279,7 @@ def _format(path: Path, name: str) -> str:
         with path.open("rb") as handle:
             if handle.read(4) != b"PAR1":
                 raise DataError(
-                    f"{name}: the format is not known; expected a name that ends in {', '.join(SUFFIXES)}"
+                    f"{name}: the format is not known; save it as CSV, or another of {', '.join(SUFFIXES)}"
                 )
     return kind or "parquet"
 

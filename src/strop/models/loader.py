@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from strop.config.paths import instead_of_adapter, is_adapter
+from strop.config.paths import instead_of_adapter, is_adapter, no_model
 from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean, raised_as
 from strop.manifest import require_below
 from strop.models.attention import attention_for, config_parts
@@ -80,7 +80,7 @@ def locate(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not path.exists():
-        raise ModelError(f"model path {path}: nothing there; expected a Hugging Face folder or a .gguf file")
+        raise ModelError(f"model path {path}: {no_model(path)}")
     if is_adapter(path):
         raise ModelError(instead_of_adapter("model.path", path))
     if path.is_dir() and (path / "config.json").is_file():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.config.paths import expand, hub_split, is_url, with_split
+from strop.config.paths import expand, hub_split, is_url, similar_path, with_split
 from strop.data.fetch import local_path
 from strop.data.records import to_rows
 from strop.data.sources import SUFFIXES, load_from_hub, read_records, read_table, saved_splits
@@ -45,7 +45,8 @@ def read_source(
             None.
     """
     name = str(source)
-    if not is_url(name) and not Path(expand(name)).exists() and (with_split(name) or hub_split(f"{name}:x")):
+    is_here = is_url(name) or Path(expand(name)).exists() or similar_path(name)
+    if not is_here and (with_split(name) or hub_split(f"{name}:x")):
         return _read_hub(name, hub_config) if with_split(name) is None else _read_split(name, cache_dir)
     path = local_path(name, cache_dir)
     if path.is_file():
@@ -56,7 +57,7 @@ def read_source(
         return {_split_of(path.name) or unnamed_split or "train": to_rows(read_table(path))}
     if path.is_dir():
         return _read_files(name, sorted(path.iterdir()), unnamed_split, texts)
-    raise DataError(f"source {name}: no such file or folder (and it does not look like a hub name)")
+    raise DataError(f"source {name}: no such file or folder{similar_path(name) or ', nor a name on the hub'}")
 
 
 def _read_split(name: str, cache_dir: str | Path | None) -> Splits:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from strop.config.paths import expand, is_function
+from strop.config.paths import expand, is_function, similar_path
 from strop.errors import ConfigError
 from strop.rewards.arguments import Function
 
@@ -76,7 +76,7 @@ def passed(name: str, functions: Mapping[str, Callable[..., Any]] | None, key: s
 
 def _load_module(path: str) -> ModuleType:
     if not Path(path).is_file():
-        raise ConfigError(f"{KEY}.path={path!r}: no such file")
+        raise ConfigError(f"{KEY}.path={path!r}: no such file{similar_path(path)}")
     name = f"strop_custom_reward_{zlib.crc32(path.encode()):08x}"  # the same name for a file on every machine
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

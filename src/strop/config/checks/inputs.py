@@ -26,6 +26,8 @@ from strop.config.paths import (
     is_template_file,
     is_url,
     may_be_a_hub_name,
+    no_model,
+    similar_path,
     with_split,
 )
 from strop.config.roles import model_paths, uses_critic
@@ -45,7 +47,8 @@ def data_files(config: RootConfig) -> Iterator[Finding]:
                 continue
             if hub_split(file) is None:
                 on_hub = f"; on the hub: {file}:train" if hub_split(f"{file}:train") else ""
-                yield error(f"data.{key}: no file {file} (strop prepare makes one from a data set){on_hub}")
+                hint = similar_path(file) or f" (strop prepare makes one from a data set){on_hub}"
+                yield error(f"data.{key}: no file {file}{hint}")
             elif missing_module("datasets"):
                 yield error(
                     f"data.{key}: no file {file}, and reading it from the Hugging Face hub needs the "
@@ -62,6 +65,7 @@ def chat_template(config: RootConfig) -> Iterator[Finding]:
     if is_template_file(template) and not is_url(template) and not Path(expand(template)).is_file():
         yield error(
             f"data.chat_template={template}: no such file (a template given as text has Jinja's {{ and }})"
+            + similar_path(template)
         )
     for name in config.data.apply_chat_template_kwargs:
         if name in (*_OWN_TEMPLATE_ARGUMENTS, "chat_template", "conversation"):
@@ -88,12 +92,11 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
         elif not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
             yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
     elif not may_be_a_hub_name(path):
-        yield error(f"{key}={path}: no such folder")
+        yield error(f"{key}={path}: {no_model(path)}")
     elif not (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir():
         offline = ", but HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
-        yield warning(
-            f"{key}={path}: no such folder here; it will be downloaded from the Hugging Face hub{offline}"
-        )
+        found = f"no such folder here{similar_path(path)}"
+        yield warning(f"{key}={path}: {found}; it will be downloaded from the Hugging Face hub{offline}")
 
 
 def libraries(config: RootConfig) -> Iterator[Finding]:
@@ -124,7 +127,7 @@ def reward_file(config: Config) -> Iterator[Finding]:
             return
         compile(file.read_bytes(), path, "exec")
     except OSError as problem:
-        yield error(f"custom_reward_function.path={path}: cannot be read ({problem.strerror})")
+        yield error(f"custom_reward_function.path={path}: {problem.strerror}{similar_path(path)}")
     except (SyntaxError, ValueError) as problem:  # the latter: null bytes
         line = getattr(problem, "lineno", None)
         place = f", line {line}" if line else ""
@@ -138,7 +141,7 @@ def tokenizers(config: RootConfig) -> Iterator[Finding]:
         paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     for key, path in paths.items():
         if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
-            yield error(f"{key}={path}: no such folder")
+            yield error(f"{key}={path}: {no_model(path)}")
 
 
 def context_windows(config: Config) -> Iterator[Finding]:
@@ -161,6 +164,7 @@ def resume(config: RootConfig) -> Iterator[Finding]:
     if mode not in ("auto", "disable") and not is_url(mode) and not Path(expand(mode)).is_dir():
         yield error(
             f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; no such folder"
+            + similar_path(mode)
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from strop.config.checks.finding import Finding, error
 from strop.config.checks.learning import trained_models
 from strop.config.memory.facts import read_model_facts, trained_whole
-from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url, similar_path
 from strop.config.schema import RootConfig
 from strop.config.schema.supervised import RewardModellingConfig
 
@@ -51,7 +51,7 @@ def _folder(key: str, path: str | None) -> Iterator[Finding]:
         return
     folder = Path(expand(path))
     if not (folder / ADAPTER_CONFIG).is_file():
-        found = f"no {ADAPTER_CONFIG} there" if folder.is_dir() else "no such folder"
+        found = f"no {ADAPTER_CONFIG} there" if folder.is_dir() else f"no such folder{similar_path(path)}"
         yield error(
             f"{key}.lora_adapter_path={path}: {found}; expected a folder of peft's, with {ADAPTER_CONFIG} "
             f"and {ADAPTER_WEIGHTS}"
