@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hub import COMMIT, Hub, cache_by_hand, serving
 from huggingface_hub import constants
 
+from strop.data import hub
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
 from strop.errors import ModelError
 
@@ -183,6 +186,20 @@ def test_a_cached_model_has_its_weights_in_one_format_and_a_tokenizer_needs_none
             local_model(NAME, tmp_path / "strop")
 
 
+def test_a_hub_that_does_not_answer_is_named_with_the_folder_that_may_be_meant(tmp_path, monkeypatch):
+    (tmp_path / NAME).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    released = threading.Event()
+    monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(head=lambda url: released.wait(60)))
+    monkeypatch.setattr(hub, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    try:
+        with pytest.raises(ModelError, match=naming("org/tinny", "no answer", f"did you mean {NAME}?")):
+            local_model("org/tinny", tmp_path / "strop")
+    finally:
+        released.set()
+
+
 def test_a_local_path_is_not_a_hub_name(cache, tmp_path, monkeypatch):
     cache("config.json", "model.safetensors")
     monkeypatch.chdir(tmp_path)
@@ -190,5 +207,14 @@ def test_a_local_path_is_not_a_hub_name(cache, tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir(parents=True)
     assert not is_hub_name(NAME)
     assert local_model(NAME, tmp_path / "strop") == Path(NAME)
-    for path in ("/no/folder", "./folder", "a/b/c", "tiny.gguf", "s3://bucket/tiny", "org/", "two words"):
+    for path in (
+        "/no/folder",
+        "./folder",
+        "folder",
+        "a/b/c",
+        "tiny.gguf",
+        "s3://bucket/tiny",
+        "org/",
+        "two words",
+    ):
         assert not is_hub_name(path)

@@ -10,24 +10,26 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub import constants, get_cached_repo_tree, get_session, snapshot_download
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     IncompleteSnapshotError,
     LocalEntryNotFoundError,
 )
 
-from strop.config.paths import expand, is_url, may_be_a_hub_name
+from strop.config.paths import expand, is_url, may_be_a_hub_name, similar_path
 from strop.data.fetch import cache_folder, local_path
 from strop.errors import ModelError
 
 logger = logging.getLogger("strop")
 
+_ANSWER_S = 10.0
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "*.spm", "*.bpe", "*.vocab"]
 _OTHER_FORMATS = ["original/*", "onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "runs/*"]
 # A single file, or the index of several shards, in the order in which transformers looks for them.
@@ -96,7 +98,7 @@ def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path
             f"model {name}: not a local folder, not complete in {constants.HF_HUB_CACHE}, and cannot be "
             f"downloaded from the Hugging Face hub ({_reason(error)}). Check the name; log in for a private "
             f"or gated model (`hf auth login`, or HF_TOKEN); or run `hf download {name}` where there is a "
-            "network"
+            f"network{similar_path(name)}"
         ) from error
 
 
@@ -110,10 +112,25 @@ def _small_files(name: str) -> Path:
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
         pass
     try:
-        return Path(snapshot_download(name, **options))
+        return Path(_download(name, **options))
     except IncompleteSnapshotError as error:
         logger.warning("model %s: %s", name, _reason(error))
         return Path(error.snapshot_path)
+
+
+def _download(name: str, **options: Any) -> str:
+    """Return the snapshot folder; the client and the look-up of its host would wait without a limit."""
+
+    def reach() -> None:
+        with contextlib.suppress(Exception):  # refused, no such host: the download says which
+            get_session().head(constants.ENDPOINT)
+
+    answers = threading.Thread(target=reach, daemon=True)
+    answers.start()
+    answers.join(_ANSWER_S)
+    if answers.is_alive():
+        raise LocalEntryNotFoundError(f"no answer from {constants.ENDPOINT} in {_ANSWER_S:g} s")
+    return snapshot_download(name, **options)
 
 
 def _weight_files(name: str, folder: Path, files: set[str]) -> list[str]:
@@ -138,7 +155,7 @@ def _require(name: str, folder: Path, files: list[str]) -> None:
     problem: Exception | None = None
     if missing := [file for file in files if not (folder / file).is_file()]:
         try:  # the same commit as the small files
-            snapshot_download(name, revision=folder.name, allow_patterns=missing)
+            _download(name, revision=folder.name, allow_patterns=missing)
         except LocalEntryNotFoundError as error:
             problem = error
     # snapshot_download may also return an incomplete folder without an error.
