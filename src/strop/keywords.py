@@ -215,8 +215,11 @@ class TrainActorRolloutRefActorOptim(TypedDict, total=False):
 
     lr: float
     """Learning rate after the warm-up."""
+    lr_warmup_steps: int
+    """Iterations over which the learning rate rises linearly to lr, from the model's first update on (of the
+actor: after trainer.critic_warmup); -1: by lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float
-    """Share of all iterations over which the learning rate rises linearly to lr."""
+    """Share of all iterations over which the learning rate rises linearly to lr, from the first one on."""
     min_lr_ratio: float | None
     """The schedule ends at this share of lr (cosine and linear); null: 0."""
     warmup_style: Literal["constant", "cosine", "linear"]

@@ -124,6 +124,7 @@ ABSENT = {
     "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": ("False", []),
     "critic.model.fsdp_config.use_no_sync_for_gradient_accumulation": ("True", []),
     "critic.optim.min_lr_ratio": ("0.1", []),
+    "critic.optim.lr_warmup_steps_ratio": ("0.1", ["critic.optim.lr_warmup_steps=0"]),
     "trainer.critic_warmup": ("2", ["algorithm.adv_estimator=grpo"]),
     "reward_model.penalty_reward_value": ("-1", []),
     "reward_model.max_length": (

@@ -137,7 +137,6 @@ reward_model: {strategy: megatron, megatron: *layout}
         (["actor_rollout_ref.model.lora.rank=8"], ["lora.rank=8", "lora_rank", "fsdp", "leave it out"]),
         ([f"+{ACTOR}.megatron.use_megatron_fsdp=True"], ["use_megatron_fsdp=True", "strategy=fsdp"]),
         (["+critic.optim.min_lr_factor=1.0"], ["min_lr_factor=1.0", "leave it out"]),
-        ([f"{ACTOR}.optim.lr_warmup_steps=10"], ["lr_warmup_steps=10", "lr_warmup_steps_ratio"]),
         (["model_engine=veomni"], ["model_engine", "veomni", "fsdp, megatron"]),
         ([f"+{ACTOR}.veomni.fsdp_size=4"], ["veomni.fsdp_size=4", "fsdp and megatron"]),
         ([f"{ACTOR}.strategy=fsdp", "reward_model.strategy=megatron"],
@@ -175,7 +174,7 @@ actor_rollout_ref:
   actor:
     _target_: verl.workers.config.FSDPActorConfig
     policy_loss: {_target_: a.B, loss_mode: vanilla, clip_cov_lb: 1.0}
-    optim: {warmup_style: null, lr_scheduler_type: constant, lr_warmup_steps: -1, clip_grad: 1.0}
+    optim: {warmup_style: null, lr_scheduler_type: constant, lr_warmup_steps: null, clip_grad: 1.0}
     fsdp_config: {model_dtype: fp32, dtype: bfloat16, qat: {enable: false, mode: w4a16}}
     checkpoint: {save_contents: [model, optimizer, extra], load_contents: "${.save_contents}"}
   ref: {strategy: "${actor_rollout_ref.actor.strategy}"}

@@ -142,6 +142,17 @@ def test_critic_warm_up_leaves_the_actor_as_it_was(inputs, tmp_path):
     assert not all(torch.equal(start[name], after_two[name]) for name in start)
 
 
+def test_the_warm_up_of_the_actor_begins_after_the_critics(inputs, tmp_path):
+    rates = [f"{key}={value}" for key, value in {
+        "actor_rollout_ref.actor.optim.lr": 1e-3, "actor_rollout_ref.actor.optim.lr_warmup_steps": 2,
+        "critic.optim.lr": 2e-3, "critic.optim.lr_warmup_steps": 2, "critic.optim.warmup_style": "linear",
+    }.items()]  # fmt: skip
+    run = ("trainer.critic_warmup=1", "trainer.total_training_steps=4", "algorithm.kl_ctrl.kl_coef=0")
+    _, lines = _run(inputs, tmp_path, *run, *rates)
+    assert [line.get("actor/lr") for line in lines] == pytest.approx([None, 5e-4, 1e-3, 1e-3])
+    assert [line["critic/lr"] for line in lines] == pytest.approx([1e-3, 2e-3, 2e-3, 1e-3])
+
+
 def test_the_score_of_a_reward_model_is_added_to_the_rules(inputs, tmp_path):
     model = ("reward_model.enable=true", f"reward_model.model.path={inputs / 'reward_model'}")
     _run(

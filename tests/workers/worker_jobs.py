@@ -56,7 +56,7 @@ def worker(folder: Path, role: Role, *extra: str) -> Any:
 def mini_batch() -> DataProto:
     """All rows of a mini-batch, with the facts that the trainer attaches."""
     batch = sharded_jobs.samples()
-    facts = {"iteration": 0, "total_iterations": 10, "n_seqs": 16.0}
+    facts = {"iteration": 0, "total_iterations": 10, "first_update": 0, "n_seqs": 16.0}
     batch.meta_info.update(facts, n_tokens=float(batch.batch["response_mask"].sum()))
     return batch
 
@@ -153,7 +153,7 @@ def on_policy(folder: Path, apart: bool, *extra: str) -> tuple[dict[str, torch.T
     built = worker(folder, Role.Actor, *extra)
     whole = sharded_jobs.samples(15)
     del whole.batch["old_log_probs"]
-    facts = {"iteration": 0, "total_iterations": 10, "n_seqs": 15.0}
+    facts = {"iteration": 0, "total_iterations": 10, "first_update": 0, "n_seqs": 15.0}
     facts["n_tokens"] = float(whole.batch["response_mask"].sum())
     rows = DataProto(mine(whole).batch, {}, facts)
     if apart:

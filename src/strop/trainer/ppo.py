@@ -261,9 +261,14 @@ class PPO:
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics
 
+    @property
+    def critic_warmup(self) -> int:
+        """Iterations before the actor's first update."""
+        return 0 if self.groups.critic is None else self.config.trainer.critic_warmup
+
     def trains_actor(self, iteration: int) -> bool:
         """Return True once the critic's warm-up is over."""
-        return self.groups.critic is None or iteration > self.config.trainer.critic_warmup
+        return iteration > self.critic_warmup
 
     def _start(self, request: DataProto, timer: PhaseTimer, phase: str) -> _Sampling:
         n, reward_model = request.batch["seeds"].shape[1], self.groups.reward_model
@@ -403,6 +408,7 @@ class PPO:
             shuffle_seed=(self.config.trainer.seed, name) if section.shuffle else None,
             iteration=iteration,
             total_iterations=self.total_iterations,
+            first_update=self.critic_warmup if name == "actor" else 0,
             record=record,
         )
 

@@ -268,8 +268,7 @@ class RayPPOTrainer(VerlNames):
         with unused:
             self.weights.release()  # a co-located copy of the weights makes room for the update
             batch, metrics = self.ppo.learn(samples, iteration)
-        warmup = self.config.trainer.critic_warmup if self.critic is not None else 0
-        metrics |= staleness_metrics(batch, version=self.weights.version, warmup=warmup)
+        metrics |= staleness_metrics(batch, version=self.weights.version, warmup=self.ppo.critic_warmup)
         if "rollout_versions" not in batch:  # all tokens are of the policy that learns from them
             is_sampled = (batch.batch["response_mask"] > 0).int()
             versions = is_sampled * (self.weights.version + 1) - 1

@@ -171,14 +171,16 @@ class Worker(Generic[Root]):
     ) -> dict[str, float]:
         """Take one optimizer step; return the metrics of the loss, ``grad_norm``, ``lr``, ``skipped_steps``.
 
-        ``mini_batch.meta_info`` has ``iteration`` (from 0) and ``total_iterations``, which determine the
-        learning rate.
+        ``mini_batch.meta_info`` has ``iteration`` (from 0), ``total_iterations`` and ``first_update``, the
+        iteration of the model's first update, which determine the learning rate.
         """
         optim, meta = section.optim, mini_batch.meta_info
         learning_rate = optim.lr * learning_rate_factor(
             meta["iteration"],
             total=meta["total_iterations"],
             warmup_ratio=optim.lr_warmup_steps_ratio,
+            warmup_steps=optim.lr_warmup_steps,
+            first_update=meta["first_update"],
             style=optim.warmup_style,
             min_ratio=optim.min_lr_ratio,
         )

@@ -210,7 +210,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
 
     def step(self, batch: DataProto) -> dict[str, float]:
         """Run one optimizer step and return its metrics."""
-        progress = {"iteration": self.global_step, "total_iterations": self.total_steps}
+        progress = {"iteration": self.global_step, "total_iterations": self.total_steps, "first_update": 0}
         with self.timer.phase("update"):
             update = self.group.update(DataProto(batch.batch, {}, {**self.denominators(batch), **progress}))
         plain = ("grad_norm", "lr", "skipped_steps")
