@@ -11,8 +11,10 @@ import torch
 from test_tracking_samples import Letters, two_samples, with_hidden_tokens
 
 from strop.cli.main import main
+from strop.errors import ConfigError
 from strop.terminal import printable
 from strop.tracking.samples import write_samples
+from strop.trainer.evaluation import settings
 
 from messages import mentions
 
@@ -88,6 +90,50 @@ def test_names_of_one_number_are_shown_once(track, tmp_path, capsys):
     text = view(capsys, tmp_path, "--metrics", "reward/rule/mean,critic/score/mean")  # as named
     assert "reward/rule/mean" in text
     assert "critic/score/mean" in text
+
+
+def test_a_chosen_step_shows_its_metrics_and_samples(run_dir, capsys):
+    text = view(capsys, run_dir, "--step", 3)
+    assert re.search(r"first +chosen +last *\n.*step 1 +step 3 +step 4", text)
+    assert "Samples of step 3" in text
+    write_samples(run_dir / "validation" / "step_000002.parquet", two_samples(), Letters())
+    text = view(capsys, run_dir, "--best")  # by validation: 0.6 at step 2
+    assert re.search(r"first +chosen +last *\n.*step 1 +step 2 +step 4", text)
+    assert "Samples of step 2" in text
+    assert f"({run_dir / 'validation'}" in text.replace("\n", "")
+    assert mentions(view(capsys, run_dir, "--step", 2, status=2), "no samples of step 2")
+
+
+def test_a_run_without_samples_shows_the_metrics_of_a_chosen_step(track, tmp_path, capsys):
+    with track(tmp_path) as tracking:
+        for step, loss in ((1, 0.75), (2, 0.25), (3, 0.5)):
+            tracking.log(step, {"train/loss": loss, **({} if step == 2 else {"val/loss": loss})})
+    for option in (["--step", 2], ["--best"]):
+        step = 2 if "--step" in option else 3
+        assert re.search(
+            rf"first +chosen +last *\n.*step 1 +step {step} +step 3", view(capsys, tmp_path, *option)
+        )
+    assert mentions(view(capsys, tmp_path, "--step", 7, status=2), "no samples")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    assert mentions(view(capsys, tmp_path, "--best", status=2), "no iteration", "trainer.test_freq")
+
+
+def test_a_missing_run_names_those_near_it(track, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "runs near" not in view(capsys, "nothing", status=2)
+    for name in ("runs/first", "checkpoints/strop/second", "third"):
+        with track(tmp_path / name) as tracking:
+            tracking.log(1, {"train/loss": 1.0})
+    message = view(capsys, "nothing", status=2)
+    assert all(name in message for name in ("runs/first", "checkpoints/strop/second", "third"))
+    assert mentions(view(capsys, "runs/frist", status=2), "did you mean runs/first")
+    with pytest.raises(ConfigError, match="runs/first"):
+        settings("nothing", [])  # of strop eval
+    assert main(["export", "nothing", "--out", "model"]) == 2
+    assert "runs/first" in capsys.readouterr().err
+    message = view(capsys, "runs", status=2)  # those below the folder come alone
+    assert "runs/first" in message
+    assert "second" not in message
 
 
 def test_the_summary_fits_80_columns(run_dir, track, tmp_path, capsys, monkeypatch):

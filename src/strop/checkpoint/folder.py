@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from strop import manifest
-from strop.config.paths import similar_path
+from strop.config.paths import runs_near
 from strop.errors import CheckpointError
 from strop.files import atomic_write_text, crash_point
 from strop.manifest import MANIFEST, TRAINER_STATE, Entry, Manifest
@@ -141,7 +141,7 @@ def verify(checkpoint: Path) -> Manifest:
     """
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"{checkpoint} is no folder; expected a global_step_N folder{similar_path(checkpoint)}"
+            f"{checkpoint} is no folder; expected a global_step_N folder{runs_near(checkpoint)}"
         )
     path = checkpoint / MANIFEST
     found = parse_manifest(path.read_bytes(), str(checkpoint)) if path.is_file() else None

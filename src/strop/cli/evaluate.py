@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from strop.cli.options import add_choice_of_checkpoint, log_to_console, naming_options
+from strop.cli.options import add_choice_of_iteration, log_to_console, naming_options
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
 from strop.config.schema import Config
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face folder or name, a .gguf file, a run folder or checkpoint",
     )
-    add_choice_of_checkpoint(parser)
+    add_choice_of_iteration(parser)
     add(
         "--data",
         action="append",

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from strop.checkpoint.folder import source_in
-from strop.cli.options import add_choice_of_checkpoint
-from strop.config.paths import expand, is_url, similar_path
+from strop.cli.options import add_choice_of_iteration
+from strop.config.paths import expand, is_url, runs_near
 from strop.errors import CheckpointError, ConfigError
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run folder, whose newest model is taken, a global_step_N folder, the URL of one, or a "
         "model's folder, such as final_model",
     )
-    add_choice_of_checkpoint(parser)
+    add_choice_of_iteration(parser)
     parser.add_argument("--out", help="the Hugging Face folder to write; must not exist")
     parser.add_argument(
         "--role",
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     source, model = arguments.checkpoint, None
     if not is_url(source):
         if not Path(expand(source)).exists():
-            raise CheckpointError(f"{source}: no such folder{similar_path(source)}")
+            raise CheckpointError(f"{source}: no such folder{runs_near(source)}")
         which = {"step": arguments.step, "best": arguments.best}
         source = str(source_in(Path(expand(source)), role=arguments.role, **which))
     if arguments.out is not None:

@@ -59,10 +59,12 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     logging.getLogger("strop").setLevel(logging.INFO)
 
 
-def add_choice_of_checkpoint(parser: argparse.ArgumentParser) -> None:
+def add_choice_of_iteration(parser: argparse.ArgumentParser) -> None:
     """Add ``--step`` and ``--best``, for commands that take a run folder."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="of a run folder: the checkpoint of iteration N")
     which.add_argument(
-        "--best", action="store_true", help="of a run folder: the checkpoint validated as the best"
+        "--step", type=int, metavar="N", help="of a run folder: iteration N (default: the last one)"
+    )
+    which.add_argument(
+        "--best", action="store_true", help="of a run folder: the iteration with the best validation"
     )

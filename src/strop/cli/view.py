@@ -16,6 +16,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from strop.checkpoint.folder import best_step
+from strop.cli.options import add_choice_of_iteration
 from strop.cli.page import add_web_arguments, serve_page
 from strop.columns import REWARD_TEXT
 from strop.config.paths import expand
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the run folder (trainer.default_local_dir); with --web also several, to compare",
     )
     add_web_arguments(parser)
-    parser.add_argument("--step", type=int, help="the step whose samples are shown (default: the last one)")
+    add_choice_of_iteration(parser)
     parser.add_argument(
         "--samples", type=int, default=5, metavar="K", help="number of samples shown; 0 for none (5)"
     )
@@ -64,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show samples with the lowest score or greatest length first",
     )
     parser.add_argument(
-        "--validation", action="store_true", help="show validation samples instead of training samples"
+        "--validation",
+        action="store_true",
+        help="show validation samples instead of training samples (--best does)",
     )
     parser.add_argument(
         "--metrics",
@@ -85,13 +89,18 @@ def run(args: argparse.Namespace) -> int:
     steps = read_metrics(run_dir / METRICS_FILE)
     if not steps:
         raise DataError(f"{run_dir / METRICS_FILE}: no step has been logged yet")
-    shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
+    logged, chosen = {step["step"]: step for step in steps}, args.step
+    if args.best and (chosen := best_step(run_dir, logged)) is None:
+        raise DataError(f"{run_dir}: no iteration was validated (trainer.test_freq)")
+    shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics, logged.get(chosen))]
     if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
         shown.append(_validation_table(steps))
-    from strop.tracking.samples import find_step, step_file  # pyarrow
+    from strop.tracking.samples import find_step, step_file, steps_with_file  # pyarrow
 
-    folder = run_dir / ("validation" if args.validation else "rollouts")
-    if args.samples > 0 and (step := find_step(folder, args.step)) is not None:
+    folder = run_dir / ("validation" if args.validation or args.best else "rollouts")
+    if not steps_with_file(folder) and chosen in logged:  # a run that generates nothing
+        chosen = None
+    if args.samples > 0 and (step := find_step(folder, chosen)) is not None:
         wanted = _Wanted(args.prompt, args.text, args.uid)
         path = step_file(folder, step)
         shown.append(_samples_view(step, path, wanted, count=args.samples, sort=args.sort))
@@ -99,12 +108,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
-    """Return a table of metrics at the first step, the step with the best reward and the last step."""
+def _metrics_table(
+    run_dir: Path, steps: Steps, wanted: Sequence[str] | None, chosen: Mapping[str, Any] | None
+) -> Table:
+    """Return a table of metrics at the first, the ``chosen`` or the best rewarded, and the last step."""
     trained = [step for step in steps if REWARD in step] or list(steps)
     best = max(trained, key=lambda step: _nan_as_worst(step.get(REWARD, math.nan)))
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
-    if REWARD not in best:  # fine-tuning, preferences
+    if chosen is not None:
+        shown = {"first": trained[0], "chosen": chosen, "last": trained[-1]}
+    elif REWARD not in best:  # fine-tuning, preferences
         del shown["best reward"]
     rows = []
     for name in _names_to_show(steps, wanted):

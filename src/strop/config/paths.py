@@ -18,6 +18,9 @@ MERGED_CONFIG = "merged_config.json"
 transformers look for a whole model."""
 ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 """Names of the attention layers of most families, for `target_modules`."""
+METRICS_FILE = "metrics.jsonl"
+"""Every run folder has it, from the first step on."""
+_RUNS_NAMED = 5
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
 _SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")
@@ -58,6 +61,28 @@ def no_model(path: str | Path) -> str:
     """Return what is said of the path of a model or tokenizer that is not here, and no name on the hub."""
     expected = "; expected a Hugging Face folder, a .gguf file or a name on the hub, OWNER/NAME"
     return f"no such folder here{similar_path(path) or expected}"
+
+
+def runs_near(path: str | Path) -> str:
+    """Return ``; runs near it: FOLDER, ...``, the last written first, for a path that is no run; or "".
+
+    They are up to two levels below the path; without any there, below its parent, ``.``, ``runs`` and
+    ``checkpoints``. A misspelt path is answered as by ``similar_path``.
+    """
+    if similar := similar_path(path):
+        return similar
+    found: dict[str, float] = {}
+    for places in ([Path(path)], [Path(path).parent, Path(), Path("runs"), Path("checkpoints")]):
+        for file in (
+            file for place in places for up in ("*", "*/*") for file in place.glob(f"{up}/{METRICS_FILE}")
+        ):
+            with contextlib.suppress(OSError):
+                found[os.path.relpath(file.parent)] = file.stat().st_mtime
+        if found:
+            break
+    runs = sorted(found, key=lambda run: -found[run])
+    more = f" and {len(runs) - _RUNS_NAMED} others" if len(runs) > _RUNS_NAMED else ""
+    return f"; runs near it: {', '.join(runs[:_RUNS_NAMED])}{more}" if runs else ""
 
 
 class HubSplit(NamedTuple):

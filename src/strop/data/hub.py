@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 
-from strop.config.paths import expand, is_url, may_be_a_hub_name, similar_path
+from strop.config.paths import expand, is_url, may_be_a_hub_name, runs_near, similar_path
 from strop.data.fetch import cache_folder, local_path
 from strop.errors import ModelError
 
@@ -98,7 +98,7 @@ def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path
             f"model {name}: not a local folder, not complete in {constants.HF_HUB_CACHE}, and cannot be "
             f"downloaded from the Hugging Face hub ({_reason(error)}). Check the name; log in for a private "
             f"or gated model (`hf auth login`, or HF_TOKEN); or run `hf download {name}` where there is a "
-            f"network{similar_path(name)}"
+            f"network{runs_near(name) if Path(name).parent.is_dir() else similar_path(name)}"
         ) from error
 
 

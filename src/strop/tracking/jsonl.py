@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from strop.config.paths import METRICS_FILE, runs_near
 from strop.errors import DataError, TrainingError, raised_as, write_failure
 from strop.files import atomic_path
 from strop.tracking.base import RunInfo
 
-METRICS_FILE = "metrics.jsonl"
 PREVIOUS_FILE = "metrics.previous.jsonl"
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,11 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
         above = [folder for folder in path.absolute().parents[1:4] if (folder / path.name).is_file()]
         raise DataError(
             f"{path}: cannot read the metrics of a run: {error.strerror}. Expected the folder of "
-            + (f"a run, which is {above[0]}" if above else "trainer.default_local_dir")
+            + (
+                f"a run, which is {above[0]}"
+                if above
+                else f"trainer.default_local_dir{runs_near(path.parent)}"
+            )
         ) from error
     lines = []
     for line in content.removesuffix(b"\n").split(b"\n") if content else ():

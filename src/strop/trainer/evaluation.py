@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.checkpoint.folder import model_in
 from strop.config.memory.facts import read_model_facts
-from strop.config.paths import expand, is_url
+from strop.config.paths import expand, is_url, may_be_a_hub_name, runs_near
 from strop.config.schema import Config
 from strop.errors import ConfigError, TrainingError
 from strop.files import atomic_write_text
@@ -136,7 +136,10 @@ def settings(
 ) -> dict[str, Any]:
     """Return the keys of an evaluation; the parameters are the options of ``strop eval``."""
     if not is_url(model):
-        folder = model_in(Path(expand(model)), step=step, best=best)
+        folder = Path(expand(model))
+        if not (folder.exists() or may_be_a_hub_name(model)) and (near := runs_near(folder)):
+            raise ConfigError(f"actor_rollout_ref.model.path={model}: no such folder here{near}")
+        folder = model_in(folder, step=step, best=best)
         model = str(folder)
         if (described := folder / "config.json").is_file() and _SCORER in described.read_text(
             errors="replace"
