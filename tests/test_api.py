@@ -19,12 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
 import strop
+from strop.algorithms.policy_loss import PolicyLoss
 from strop.api import _Given
+from strop.config.names import needs_critic
 from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
 from strop.errors import ConfigError, DataError, SeveralErrors
+from strop.passed import PASSED, passing
 from strop.rewards.identity import fingerprint
 from strop.session import session
 from strop.tracking.base import RunInfo
@@ -218,6 +222,49 @@ def test_short_names_set_the_keys_of_the_short_command(monkeypatch, tmp_path):
     assert (rl.trainer.total_training_steps, rl.trainer.default_local_dir) == (7, str(tmp_path / "run"))
     assert (dpo.update.optim.lr, dpo.trainer.total_training_steps) == (0.25, 3)
     assert dpo.trainer.default_local_dir == "other"
+
+
+def centred(rewards, response_mask):
+    """Subtract the batch's mean score."""
+    score = rewards.sum(1, keepdim=True)
+    advantages = (score - score.mean()) * response_mask
+    return advantages, advantages
+
+
+def test_functions_are_estimator_policy_loss_and_metric(model, tmp_path):
+    factor = 2.0
+
+    def reinforce(log_prob, advantages, response_mask):
+        zero = torch.zeros_like(log_prob)
+        loss = -(log_prob * advantages) * response_mask
+        return PolicyLoss(loss, zero + 1, zero, zero, {"twice": factor * response_mask.float()})
+
+    run = train(
+        model,
+        tmp_path / "run",
+        lambda response: float(len(response)),
+        algorithm=centred,
+        **{"actor_rollout_ref.actor.policy_loss": reinforce},
+    )
+    (step,) = run.read_metrics()
+    assert step["actor/twice"] == pytest.approx(2.0)
+    assert step["actor/pg_clipfrac"] == 0
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    estimator = config["algorithm"]["adv_estimator"]
+    assert estimator == f"function:centred-{fingerprint(centred)}"
+    assert not PASSED
+    with pytest.raises(ConfigError, match=naming("algorithm.adv_estimator", "program")):
+        train(model, tmp_path / "other", lambda response: 0.0, algorithm=estimator)
+
+
+def test_an_estimator_that_is_passed_has_the_inputs_that_it_requires():
+    given = _Given("train", None, {}, "grpo")
+    given.algorithm(centred)
+    (name,) = given.functions
+    with passing(given.functions):
+        assert not needs_critic(name)
+        assert given.load().algorithm.adv_estimator == name
+    assert needs_critic(name)  # not known any more
 
 
 GOOD = """\

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from strop.passed import passing
 from strop.results import Evaluation, Run
 from strop.session import generators_kept, session
 
@@ -29,7 +30,7 @@ def train(
     model: str | Path | keys.TrainActorRolloutRefModel,
     data: keys.Rows | keys.TrainData,
     reward: Reward = None,
-    algorithm: str | keys.TrainAlgorithm | None = None,
+    algorithm: str | Callable[..., Any] | keys.TrainAlgorithm | None = None,
     *,
     recipe: str | Path | None = "grpo",
     config: str | Path | Mapping[str, Any] | None = None,
@@ -48,15 +49,15 @@ def train(
             ``reward.py`` or ``reward.py:name``; the path or hub name of a reward model; or None: the built-in
             scorer of each row's ``data_source``. Functions run in a process of their own, as a copy made by
             cloudpickle; lambdas, closures and functions of a notebook work.
-        algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a value of
-            ``algorithm.adv_estimator``, or a dict of keys below ``algorithm``. None: that of ``config``, else
-            the recipe's.
+        algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a function that estimates
+            advantages, or a dict of keys below ``algorithm``. None: that of ``config``, else the recipe's.
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
             defaults of ``strop train``.
         config: a YAML file laid over the defaults, or a dict of keys.
         overrides: further keys (``strop docs config``), over ``config``: ``lr``, ``steps``, ``n`` (answers
             to each prompt) and ``out`` (the run folder); a section as a dict, ``trainer=dict(save_freq=10)``;
-            or a whole name, ``**{"trainer.save_freq": 10}``.
+            or a whole name, ``**{"trainer.save_freq": 10}``. Keys that take an import path, as
+            ``policy_loss`` does, take the function itself.
 
     The recipe ``grpo`` sets the estimator, ``data.train_batch_size`` (32, or all rows if there are fewer),
     ``ppo_mini_batch_size`` (the same: one update for each batch), ``actor_rollout_ref.rollout.n`` (8 for
@@ -165,9 +166,10 @@ def evaluate(
             limit=limit,
             out=out,
         )
-        loaded = given.load(below=own)
-        with generators_kept():
-            evaluation.evaluate(loaded, rows=given.rows, functions=given.functions)
+        with passing(given.functions):
+            loaded = given.load(below=own)
+            with generators_kept():
+                evaluation.evaluate(loaded, rows=given.rows)
         return Evaluation(loaded.trainer.default_local_dir)
 
 
@@ -194,7 +196,7 @@ class _Given:
         self.overrides = [self._with_sources({} if is_file else config), self._with_sources(long)]
 
     def set(self, key: str, value: Any) -> None:
-        self.values[key] = _plain(value)
+        self.values[key] = self._plain(value)
 
     def model(self, key: str, model: Any) -> None:
         from strop.errors import ConfigError
@@ -234,7 +236,6 @@ class _Given:
 
     def reward(self, reward: Reward) -> None:
         from strop.errors import ConfigError
-        from strop.rewards.identity import fingerprint
         from strop.trainer.evaluation import path_and_name
 
         if reward is None:
@@ -260,12 +261,10 @@ class _Given:
             name if name.isidentifier() and names.count(name) == 1 else f"reward_{number}"
             for number, name in enumerate(names, 1)
         ]
-        words = [f"function:{name}-{fingerprint(f)}" for name, f in zip(names, functions, strict=True)]
-        self.functions = dict(zip(words, functions, strict=True))
-        if len(functions) == 1 and not isinstance(reward, list | tuple):
-            self.set("custom_reward_function.path", words[0])
+        if not isinstance(reward, list | tuple):
+            self.set("custom_reward_function.path", reward)
             return
-        parts = {name: {"scorer": word} for name, word in zip(names, words, strict=True)}
+        parts = {name: {"scorer": function} for name, function in zip(names, functions, strict=True)}
         self.set("reward_model.parts", {"rule": 0, **parts})
 
     def load(self, defaults: Mapping[str, Any] | None = None, below: Mapping[str, Any] | None = None) -> Any:
@@ -288,17 +287,27 @@ class _Given:
                     name: self._with_sources({f"data.{name}": item})[f"data.{name}"]
                     for name, item in value.items()
                 }
-            found[key] = _plain(value)
+            found[key] = self._plain(value)
         return found
 
+    def _plain(self, value: Any) -> Any:
+        """Return a value as configuration has it: paths as texts, tuples as lists, names for functions."""
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, Mapping):
+            return {str(key): self._plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(item) for item in value]
+        return self._function(value) if callable(value) else value
 
-def _plain(value: Any) -> Any:
-    """Return paths as texts and tuples as lists, as configuration has them."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    def _function(self, function: Callable[..., Any]) -> str:
+        """Return the name that stands for a function: another function has another one."""
+        from strop.rewards.identity import fingerprint
+
+        name = getattr(function, "__name__", type(function).__name__)
+        word = f"function:{name if name.isidentifier() else 'function'}-{fingerprint(function)}"
+        self.functions[word] = function
+        return word
 
 
 def _is_section(data: Any) -> bool:
@@ -316,7 +325,8 @@ def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Map
 def _train(given: _Given) -> Run:
     from strop.trainer.commands import fitted, train
 
-    config, data, _ = fitted(given.load, given.rows)
-    with generators_kept():
-        train(config, rows=given.rows, functions=given.functions, data=data)
+    with passing(given.functions):
+        config, data, _ = fitted(given.load, given.rows)
+        with generators_kept():
+            train(config, rows=given.rows, data=data)
     return Run(config.trainer.default_local_dir)

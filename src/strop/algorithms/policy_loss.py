@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ class PolicyLoss(NamedTuple):
     """1 where clipping took effect"""
     approx_kl_BT: Tensor
     """exp(k) - 1 - k, a non-negative estimate of KL(old || new)"""
+    metrics_BT: Mapping[str, Tensor] = MappingProxyType({})
+    """further metrics: the mean of ``name`` over tokens is recorded as ``actor/name``"""
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]

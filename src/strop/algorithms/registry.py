@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from strop.errors import ConfigError, did_you_mean
+from strop.passed import PASSED, is_function
 
 Function = Callable[..., Any]
 
@@ -31,7 +32,7 @@ def register(known: dict[str, Function], name: str, kind: str) -> Callable[[Func
 
 
 def resolve(name: str, known: Mapping[str, Any], key: str) -> Function:
-    """Return the function called ``name`` in ``known``, or the one at the import path ``name``.
+    """Return the function called ``name`` in ``known``, one of the program, or that at an import path.
 
     ``key`` is the configuration key of ``name``, for the error text.
 
@@ -40,6 +41,13 @@ def resolve(name: str, known: Mapping[str, Any], key: str) -> Function:
     """
     if name in known:
         return known[name]
+    if name in PASSED:
+        return PASSED[name]
+    if is_function(name):
+        raise ConfigError(
+            f"{key}={name}: stands for a function that a Python program passed, which is not here; name a "
+            "function in a file, as package.module:function"
+        )
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not module_name or not attribute:
         raise ConfigError(

@@ -27,13 +27,13 @@ from strop.config.identity import (
 )
 from strop.config.keys import all_keys
 from strop.config.names import defining_file, is_import_path
-from strop.config.paths import is_function
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import TREES, tree_of
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
+from strop.passed import is_function
 
 logger = logging.getLogger("strop")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
+
+from strop.passed import PASSED
 
 TRACKERS: dict[str, str] = {
     "console": "strop.tracking.console:console_tracker",
@@ -106,9 +109,17 @@ def _specs(dotted: str) -> Iterator[tuple[str, ModuleSpec | None]]:
         folders = spec.submodule_search_locations or []
 
 
+def inputs_of(estimator: str, unknown: Collection[str] = ()) -> Collection[str]:
+    """Return the inputs of an estimator that is built in or passed by the program; ``unknown`` of others."""
+    if estimator not in PASSED:
+        return estimators().get(estimator, unknown)
+    parameters = inspect.signature(PASSED[estimator]).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+
+
 def needs_critic(adv_estimator: str) -> bool:
-    """Return True if the estimator takes values. A user's own is not known here and counts as one."""
-    return "values" in estimators().get(adv_estimator, ("values",))
+    """Return True if the estimator takes values; one by its import path is not known here, and counts."""
+    return "values" in inputs_of(adv_estimator, ("values",))
 
 
 def sets_noise(override: Mapping[str, Any]) -> bool:

@@ -116,11 +116,6 @@ def is_rows(path: str) -> bool:
     return path.startswith("rows:")
 
 
-def is_function(name: str) -> bool:
-    """Return True if `name` stands for a function that a Python program passes."""
-    return name.startswith("function:")
-
-
 def is_template_file(template: str | None) -> TypeGuard[str]:
     """Return True if a chat template is given as the path of a file, and not as Jinja text."""
     return template is not None and "{" not in template

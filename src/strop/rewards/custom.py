@@ -14,13 +14,15 @@ import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from strop.config.paths import expand, is_function, similar_path
+from strop.algorithms.registry import resolve
+from strop.config.paths import expand, similar_path
 from strop.errors import ConfigError
+from strop.passed import is_function
 from strop.rewards.arguments import Function
 
 KEY = "custom_reward_function"
@@ -48,12 +50,10 @@ class CustomReward:
         return f"{self.path}:{self.name}"
 
 
-def load_custom_reward(
-    path: str | None, name: str = "compute_score", functions: Mapping[str, Callable[..., Any]] | None = None
-) -> Callable[..., Any] | None:
+def load_custom_reward(path: str | None, name: str = "compute_score") -> Callable[..., Any] | None:
     """Load the function ``name`` from the Python file ``path``; return None if ``path`` is null.
 
-    ``functions`` are those that a program passes, by the names that stand for them in the configuration.
+    ``path`` may also stand for a function that a program passes.
 
     Raises:
         ConfigError: no such file, an error while it is imported, no such function in it, or one that cannot
@@ -61,17 +61,7 @@ def load_custom_reward(
     """
     if path is None:
         return None
-    return passed(path, functions, f"{KEY}.path") if is_function(path) else CustomReward(path, name)
-
-
-def passed(name: str, functions: Mapping[str, Callable[..., Any]] | None, key: str) -> Callable[..., Any]:
-    """Return the function that a program passes as ``name``; ``ConfigError`` names ``key`` without it."""
-    if name not in (functions or {}):
-        raise ConfigError(
-            f"{key}={name}: stands for a function that a Python program passed, which is not here; "
-            "name a Python file with a function"
-        )
-    return (functions or {})[name]
+    return resolve(path, {}, f"{KEY}.path") if is_function(path) else CustomReward(path, name)
 
 
 def _load_module(path: str) -> ModuleType:

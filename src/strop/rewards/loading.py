@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from strop.algorithms.registry import accepted, resolve
-from strop.config.paths import is_function
 from strop.errors import ConfigError
-from strop.rewards.custom import load_custom_reward, passed
+from strop.rewards.custom import load_custom_reward
 from strop.rewards.manager import RewardManager
 from strop.rewards.worker.pool import default_num_workers
 
@@ -47,7 +46,6 @@ def load_reward_manager(
     config: Config,
     tokenizer: Any,
     num_examine: int = 0,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
     /,
     **reward_kwargs: Any,
 ) -> Any:
@@ -56,8 +54,7 @@ def load_reward_manager(
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
     arguments are ``tokenizer``, ``num_examine``, the entries of ``reward_kwargs`` (mappings as
     ``DictConfig``), and those of ``compute_score`` (from ``custom_reward_function``, or None),
-    ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts. ``functions`` are those that a program passes,
-    by the names that stand for them in the configuration.
+    ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
@@ -67,13 +64,10 @@ def load_reward_manager(
     workers = section.num_workers or default_num_workers()
     built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
     build = resolve(section.reward_manager, built_in, _KEY)
-    custom = load_custom_reward(
-        config.custom_reward_function.path, config.custom_reward_function.name, functions
-    )
+    custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
     own["compute_score"], own["reward_fn_key"] = custom, config.data.reward_fn_key
     own["prompt_key"] = config.data.prompt_key
-    own["parts"] = _with_functions(section.parts, functions)
     _require_honoured(build, own, section.reward_manager)
     if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
         reward_kwargs = {
@@ -94,19 +88,6 @@ def load_reward_manager(
             f"its parameters are {inspect.signature(build)}"
         ) from None
     return build(**arguments)
-
-
-def _with_functions(
-    parts: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None
-) -> dict[str, Any]:
-    """Return ``reward_model.parts`` with the functions of a program in place of their names."""
-    found = dict(parts)
-    for name, part in parts.items():
-        scorer = part.get("scorer") if isinstance(part, Mapping) else None
-        if isinstance(scorer, str) and is_function(scorer):
-            function = passed(scorer, functions, f"reward_model.parts.{name}.scorer")
-            found[name] = {**part, "scorer": function}
-    return found
 
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:

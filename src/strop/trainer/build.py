@@ -6,7 +6,7 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,14 +236,12 @@ def build_trainer(
     *,
     with_weights: bool = True,
     rows: Sequence[Rows] = (),
-    functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> RayPPOTrainer:
     """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
 
     Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
     on the hub there, for a caller that does not train. ``rows`` in memory are read where
-    ``data.train_files`` and ``data.val_files`` have their names, and ``functions`` are called where
-    ``custom_reward_function.path`` or a part of the score has theirs.
+    ``data.train_files`` and ``data.val_files`` have their names.
 
     Raises:
         StropError: wrong inputs; several of them are ``SeveralErrors``.
@@ -275,7 +273,7 @@ def build_trainer(
     )
     rewards = config.reward_model
     reward_fn, val_reward_fn = (
-        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, functions, **rewards.reward_kwargs))
+        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, **rewards.reward_kwargs))
         for n in (rewards.num_examine, rewards.val_num_examine)
     )
     trainer = attempt(

@@ -79,7 +79,6 @@ def train(
     config: RootConfig,
     *,
     rows: Sequence[Rows] = (),
-    functions: Mapping[str, Callable[..., Any]] | None = None,
     data: Outline | None = None,
 ) -> bool:
     """Check the configuration and train; see ``require_valid``, ``train_once`` and ``with_restarts``."""
@@ -89,7 +88,7 @@ def train(
         logger.info("%s", rollout_in_words(config))
         if not config.data.val_files:
             logger.info("no validation: data.val_files is not set")
-    return with_restarts(config, partial(train_once, rows=rows, functions=functions))
+    return with_restarts(config, partial(train_once, rows=rows))
 
 
 def build(
@@ -97,13 +96,12 @@ def build(
     *,
     with_weights: bool = True,
     rows: Sequence[Rows] = (),
-    functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Any:
     """Return the trainer of the kind of run that the configuration describes; see ``build_trainer``."""
     if isinstance(config, Config):
         from strop.trainer.build import build_trainer  # torch and transformers: seconds
 
-        return build_trainer(config, with_weights=with_weights, rows=rows, functions=functions)
+        return build_trainer(config, with_weights=with_weights, rows=rows)
     from strop.trainer import supervised
 
     assert isinstance(config, SupervisedConfig)
@@ -115,16 +113,14 @@ def train_once(
     config: RootConfig,
     *,
     rows: Sequence[Rows] = (),
-    functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> bool:
     """Build the trainer, train, and release its workers even if it raises.
 
     Return False if the trained model could not be uploaded (``trainer.push_to_hub``).
 
-    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names, and
-    ``functions`` score where the configuration has theirs.
+    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names.
     """
-    trainer = build(config, rows=rows, functions=functions)
+    trainer = build(config, rows=rows)
     try:
         if isinstance(config, Config):
             from strop.trainer.build import report_reward

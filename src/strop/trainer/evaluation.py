@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +40,10 @@ def evaluate(
     config: Config,
     *,
     rows: Sequence[Rows] = (),
-    functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> ValidationReport:
     """Validate with ``config``, which has ``trainer.val_only``, and write the results to its run folder.
 
-    ``rows`` in memory are read where ``data.val_files`` has their names, and ``functions`` score where the
-    configuration has theirs.
+    ``rows`` in memory are read where ``data.val_files`` has their names.
 
     The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does,
     ``ConfigError`` if the folder holds an evaluation, and ``TrainingError`` if a file cannot be written.
@@ -61,7 +59,7 @@ def evaluate(
     from strop.trainer.build import build_trainer, report_reward
     from strop.trainer.run_folder import RunFolder
 
-    trainer = build_trainer(config, rows=rows, functions=functions)
+    trainer = build_trainer(config, rows=rows)
     try:
         report_reward(trainer)
         trainer.init_workers()

@@ -84,7 +84,9 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
             loss_BT = loss_BT * weights_BT
         pg_loss = agg(loss_BT)
         excess_BT = _ratio_excess(outputs["log_prob"], old_log_probs_BT, mask_BT)
+        own = {name: masked_sum(one_BT, mask_BT) / n_tokens for name, one_BT in policy.metrics_BT.items()}
         metrics = {
+            **own,
             "pg_loss": pg_loss,
             "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
             "ppo_kl": masked_sum(log_ratio(old_log_probs_BT, outputs["log_prob"]), mask_BT) / n_tokens,

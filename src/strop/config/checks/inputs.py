@@ -21,7 +21,6 @@ from strop.config.paths import (
     hub_split,
     instead_of_adapter,
     is_adapter,
-    is_function,
     is_rows,
     is_template_file,
     is_url,
@@ -34,6 +33,7 @@ from strop.config.roles import model_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import SupervisedConfig
+from strop.passed import is_function
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:

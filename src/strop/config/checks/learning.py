@@ -17,17 +17,18 @@ from strop.config.names import (
     REWARD_MANAGERS,
     TRACKERS,
     estimators,
+    inputs_of,
     is_import_path,
     missing_module,
     module_of,
     policy_losses,
 )
-from strop.config.paths import is_function
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import has_kl_in_reward, is_off_policy, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.errors import ConfigError, did_you_mean
+from strop.passed import is_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -43,7 +44,7 @@ _WIDEST_SEQUENCE_CLIP = 0.05
 def groups(config: Config) -> Iterator[Finding]:
     """Require more than one answer for estimators that compare the answers to one prompt."""
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if n == 1 and "uid" in estimators().get(name, ()) and not config.trainer.val_only:
+    if n == 1 and "uid" in inputs_of(name) and not config.trainer.val_only:
         yield error(
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
             "to be compared with, so every advantage is 0 (expected n >= 2)"
@@ -53,7 +54,7 @@ def groups(config: Config) -> Iterator[Finding]:
 def scaled_kl(config: Config) -> Iterator[Finding]:
     """Warn of a KL in the reward that the deviation of a group scales as it scales the scores."""
     algorithm = config.algorithm
-    divides = "norm_by_std" in estimators().get(algorithm.adv_estimator, ())
+    divides = "norm_by_std" in inputs_of(algorithm.adv_estimator)
     if divides and algorithm.norm_adv_by_std_in_grpo and has_kl_in_reward(config):
         yield warning(
             f"algorithm.kl_ctrl.kl_coef={algorithm.kl_ctrl.kl_coef:g} with algorithm.adv_estimator="
@@ -256,15 +257,15 @@ def reward_parts(config: Config) -> Iterator[Finding]:
             yield error(line)
         return
     for name, part in parts.items():
-        if part.scorer is not None and not is_function(part.scorer):
+        if part.scorer is not None:
             yield from known_name(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
     if "reward_model" in rewards.parts and not rewards.enable:
         yield warning("reward_model.parts.reward_model has no effect: reward_model.enable=False")
 
 
 def known_name(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
-    """Require one of the ``known`` names, or an import path."""
-    if name in known:
+    """Require one of the ``known`` names, an import path, or a function of the program."""
+    if name in known or is_function(name):
         return
     if not is_import_path(name):
         own = "your own by its import path, package.module:name"

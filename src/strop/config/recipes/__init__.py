@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from strop.config.names import estimators
+from strop.config.names import inputs_of
 from strop.config.overrides import compose_file
 from strop.config.paths import expand
 from strop.errors import ConfigError
@@ -32,7 +32,7 @@ def read_recipe(recipe: str | Path, default_name: str) -> DictConfig:
 def _by_estimator(choices: Mapping[str, Any], *, _root_: DictConfig) -> Any:
     """Return the first value whose key is the run's estimator, or an input of it, or ``else``."""
     name = _root_.algorithm.adv_estimator
-    fitting = {name, "else", *estimators().get(name, ())}
+    fitting = {name, "else", *inputs_of(name)}
     return next(value for key, value in choices.items() if key in fitting)
 
 

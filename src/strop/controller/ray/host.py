@@ -33,6 +33,7 @@ from strop.controller.ray.handles import Columns, to_array
 from strop.controller.ray.wire import Packed, pack, unpack
 from strop.controller.rendezvous import PATIENCE, open_store, stay_on_this_machine
 from strop.errors import portable
+from strop.passed import PASSED
 from strop.protocol import DataProto
 
 
@@ -208,7 +209,8 @@ class WorkerHost:
     def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
         """Construct a worker; return its ``data_parallel_places``."""
         with _portable_errors():
-            worker_cls, init_kwargs = pickle.loads(worker)
+            worker_cls, init_kwargs, functions = pickle.loads(worker)
+            PASSED.update(functions)
             made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
         self._workers[name] = made
         return data_parallel_places(made, rank, world_size)
