@@ -179,6 +179,9 @@ def test_a_learning_rate_that_is_low_for_the_size_of_the_model_is_named(report, 
     save_file({"weight": np.zeros(10_000, dtype=np.int8)}, tmp_path / "model/model.safetensors")
     (line,) = doubts(report())
     assert mentions(line, f"{ACTOR}.optim.lr=1e-06 is low", "0.01 million", f"{ACTOR}.optim.lr=3e-03")
+    assert f"{ACTOR}.optim.lr_warmup_steps=20" in line
+    for warmed_up in ("lr_warmup_steps=5", "lr_warmup_steps_ratio=0.1"):
+        assert "lr_warmup_steps=20" not in doubts(report(f"{ACTOR}.optim.{warmed_up}"))[0]
     for quiet in (f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.optim.lr=0", "trainer.val_only=True"):
         assert doubts(report(quiet)) == []
 

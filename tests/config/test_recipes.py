@@ -8,9 +8,11 @@ import string
 from pathlib import Path
 
 import demo
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tulu3_data  # examples/ is on the path, see conftest.py
+from safetensors.numpy import save_file
 
 from strop.cli.main import main
 from strop.config.checks.check import check
@@ -20,11 +22,13 @@ from strop.config.placement import Placement
 from strop.config.schema import Config
 from strop.config.trees import PPO
 from strop.errors import ConfigError
+from strop.trainer.commands import fitted
 
 import tiny_model
 from builders import write_prompts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+OPTIM = "actor_rollout_ref.actor.optim"
 FILES = {"async_debug": ("gsm8k/train", "gsm8k/test"), "tulu3_ppo_8b": ("tulu3/train", "tulu3/val")}
 
 
@@ -46,6 +50,57 @@ def test_values_of_a_shipped_recipe_follow_the_estimator(recipe, overrides, expe
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     sizes = config.data.train_batch_size, policy.actor.ppo_mini_batch_size
     assert (algorithm.adv_estimator, policy.rollout.n, algorithm.kl_ctrl.kl_coef, *sizes) == expected
+
+
+def _model(folder: Path, parameters: int) -> str:
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    save_file({"weight": np.zeros(parameters, dtype=np.int8)}, folder / "model.safetensors")
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+def test_the_rate_of_a_recipe_is_by_the_size_of_the_policy_unless_it_is_set(tmp_path):
+    def rates(*options, recipe: str | None = "ppo") -> tuple[float, float]:
+        config = load_tree(PPO, options, recipe=recipe)
+        return config.actor_rollout_ref.actor.optim.lr, config.critic.optim.lr
+
+    # 1e-5 x (1e8 / 133,000)^0.6 = 5.32e-4
+    model, lora = _model(tmp_path / "model", 133_000), "actor_rollout_ref.model.lora_rank=8"
+    assert rates(model) == (5e-4, 5e-4)
+    assert rates(model, lora) == (2e-3, 2e-3)
+    assert rates(model, f"{OPTIM}.lr=1e-4") == (1e-4, 1e-4)
+    assert rates(model, "critic.optim.lr=1e-4") == (5e-4, 1e-4)
+    assert rates("actor_rollout_ref.model.path=owner/name") == (1e-6, 1e-6)
+    assert rates("actor_rollout_ref.model.path=owner/name", lora) == (1e-4, 1e-4)
+    assert rates(model, recipe=None) == (1e-6, 1e-5)
+    with pytest.raises(ConfigError, match="lora_rank") as wrong:
+        rates(model, "actor_rollout_ref.model.lora_rank=no")
+    assert "optim.lr" not in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "actor", "critic", "critic_alone"),
+    [
+        (["trainer.total_training_steps=400"], 20, 20, 10),
+        (["trainer.total_training_steps=50"], 12, 12, 10),
+        (["trainer.total_training_steps=3"], 0, 0, 0),
+        (["trainer.total_epochs=4"], 8, 8, 8),  # of 256 rows: 32 iterations
+        (["trainer.total_epochs=4", f"{OPTIM}.lr_warmup_steps=15"], 15, 15, 8),
+        (["trainer.total_epochs=4", "critic.optim.lr_warmup_steps=15"], 8, 15, 8),
+        (["trainer.total_epochs=4", "trainer.critic_warmup=11"], 8, 8, 11),
+    ],
+)
+def test_warm_ups_of_a_recipe_are_at_most_a_quarter_of_the_run(
+    tmp_path, options, actor, critic, critic_alone
+):
+    data = write_prompts(tmp_path / "train.parquet", 256)
+    values = [f"data.train_files={data}", _model(tmp_path / "model", 1000), *options]
+    config = fitted(lambda defaults: load_tree(PPO, values, recipe="ppo", defaults=defaults)).config
+    found = config.actor_rollout_ref.actor.optim.lr_warmup_steps, config.critic.optim.lr_warmup_steps
+    assert (*found, config.trainer.critic_warmup) == (actor, critic, critic_alone)
+    author = PPO.author(config, "trainer.critic_warmup")
+    assert author.startswith("override" if "critic_warmup" in options[-1] else "derived")
 
 
 def test_a_file_of_the_user_is_a_recipe_below_another_file_and_overrides(tmp_path, monkeypatch):

@@ -10,9 +10,11 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hub import COMMIT, Hub, cache_by_hand, serving
 from huggingface_hub import constants
+from safetensors.numpy import save
 
 from strop.data import hub
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
@@ -77,7 +79,7 @@ class Machine:
 
 def answer(process: subprocess.Popen) -> str:
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 0, out + err
     return out.strip()
 
 
@@ -101,6 +103,21 @@ def test_a_machine_fetches_what_it_needs_and_once(tmp_path):
     (folder / "generation_config.json").unlink()
     text = answer(machine.find("local_model"))
     assert mentions(text, NAME, folder, "generation_config.json")
+
+
+def test_the_rate_of_a_recipe_needs_no_weights_of_a_model_on_the_hub(tmp_path):
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    weights = save({"weight": np.zeros(133_000, dtype=np.int8)})
+    files = {"config.json": json.dumps(shape).encode(), "model.safetensors": weights}
+    data = write_prompts(tmp_path / "train.parquet", 20)
+    command = ["-m", "strop.cli", "check", "--config-only", "--full", "--recipe", "grpo"]
+    command += [f"actor_rollout_ref.model.path={NAME}", f"data.train_files={data}"]
+    command += ["actor_rollout_ref.rollout.name=hf"]
+    with serving(Hub(NAME, files)) as server:
+        machine = Machine(tmp_path, server.url)
+        assert "lr: 0.0005  # derived" in answer(machine.start(*command))  # 1e-5 x (1e8 / 133,000)^0.6
+    assert not list((tmp_path / "hf").rglob("model.safetensors"))
+    assert "lr: 1.0e-06  # derived" in answer(Machine(tmp_path / "other", server.url).start(*command))
 
 
 def test_what_another_program_has_put_into_the_cache_is_not_fetched_again(tmp_path):

@@ -20,9 +20,9 @@ def _factors(
         learning_rate_factor(
             i,
             total=total,
-            warmup_ratio=warmup_ratio,
-            warmup_steps=steps,
-            first_update=first,
+            ratio=warmup_ratio,
+            steps=steps,
+            first=first,
             style=style,
             min_ratio=min_ratio,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,18 +15,28 @@ from typing import Any, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from strop.config.batch_plan import MICRO_BATCHES, SUPERVISED_MICRO_BATCH
 from strop.config.identity import default_name, value_in
+from strop.config.memory.facts import read_model_facts
 from strop.config.paths import expand
 from strop.config.placement import automatic_rollout
 from strop.config.schema import Config
+from strop.config.schema.policy import ActorModelConfig
 from strop.config.trees import Tree
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"
 _ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+_MODEL, RATE = "actor_rollout_ref.model", "actor_rollout_ref.actor.optim.lr"
+_USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
+"""Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
+UNKNOWN_SIZE = "size of the model unknown"
+_ADAPTERS_FACTOR, _USUAL_OF_ADAPTERS, USUAL_ALPHA = 3.3, 1e-4, 16
+"""Rates of LoRA adapters: relative to those of the weights (below 16 million parameters), those of larger
+models and of unknown sizes, and the alpha that they are for."""
 _EXPERIMENT, _RUN_FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
 
 
@@ -166,6 +177,28 @@ def fit_mini_batch(values: Values, tree: Tree) -> Values:
     return values.derived({_MINI_BATCH: prompts}, "at most data.train_batch_size")
 
 
+def usual_rate(parameters: int | None, model: ActorModelConfig) -> float:
+    """Return a learning rate that suits a policy, or its adapters; 0 for an unknown size."""
+    usual = 0.0 if parameters is None else _USUAL_RATE * (_USUAL_SIZE / parameters) ** 0.6
+    if model.has_adapters:  # one moves by rate x alpha; that of a folder has its own alpha
+        alpha = USUAL_ALPHA if model.lora_adapter_path is not None else model.lora_alpha
+        usual = max(_ADAPTERS_FACTOR * usual, _USUAL_OF_ADAPTERS) * USUAL_ALPHA / alpha
+    return usual
+
+
+def choose_rate(values: Values, tree: Tree) -> Values:
+    """Replace a policy's rate of null, as recipes have it, by the usual one; by the default if that is 0."""
+    if tree.schema is not Config or values.select(RATE) is not None or not values.has_section(_MODEL):
+        return values
+    rate, why = tree.raw_default(RATE), UNKNOWN_SIZE
+    with suppress(ValidationError):  # of another key, which is reported as such
+        model = ActorModelConfig.model_validate(values.select(_MODEL))
+        facts = read_model_facts(model.path)
+        if usual := usual_rate(None if facts is None else facts.parameters, model):
+            rate, why = float(f"{usual:.0e}"), "from the model's size"
+    return values.derived({RATE: rate}, why)
+
+
 def choose_rollout(values: Values, tree: Tree) -> Values:
     """Replace ``rollout.name=auto`` (or null) by an engine; the key then counts as unwritten.
 
@@ -189,6 +222,7 @@ STEPS: tuple[Callable[[Values, Tree], Values], ...] = (
     cut_by_tokens,
     replace_deprecated,
     fit_mini_batch,
+    choose_rate,
     choose_rollout,
 )
 """The steps from written values to those that are validated, in order."""

@@ -77,7 +77,7 @@ def load_tree(
     file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
     layers = [(f"recipe {recipe}", _plain(read_recipe(recipe, tree.name)))] if recipe is not None else []
-    layers.append(("derived: from the data", _nested(defaults or {})))
+    layers.append(("derived: from data, length and model", _nested(defaults or {})))
     if file:
         layers.append((f"file {file}", _plain(compose_file(file, groups, tree.name))))
     layers += [("argument", _nested(keys)) for keys in values]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from huggingface_hub import constants, get_cached_repo_tree, get_session, snapshot_download
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_session, snapshot_download
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     IncompleteSnapshotError,
@@ -72,6 +72,15 @@ def require_from_hub(
     for paths, with_weights in ((models, weights), (tokenizers, False)):
         for name in filter(is_hub_name, dict.fromkeys(paths)):
             _from_hub(name, cache_dir, weights=with_weights)
+
+
+def parameters_of(path: str) -> int | None:
+    """Return the parameters of a model on the hub, by the headers of its safetensors files; else None."""
+    with contextlib.suppress(Exception):  # no network, no such files: the download says which
+        if is_hub_name(path):
+            found = HfApi().get_safetensors_metadata(path, revision=_small_files(path).name)
+            return sum(found.parameter_count.values())
+    return None
 
 
 def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path:

@@ -237,22 +237,15 @@ def require_gpu(strategy: str) -> None:
 
 
 def learning_rate_factor(
-    iteration: int,
-    *,
-    total: int,
-    warmup_ratio: float,
-    warmup_steps: int,
-    first_update: int,
-    style: str,
-    min_ratio: float | None,
+    iteration: int, *, total: int, ratio: float, steps: int, first: int, style: str, min_ratio: float | None
 ) -> float:
-    """Return the factor of the rate at ``iteration`` (from 0) of ``total`` (``strop docs algorithms``).
+    """Return the factor of the learning rate at ``iteration`` (from 0) of ``total`` (docs/algorithms.md).
 
-    Warm-up: (iteration - first + 1) / W over W iterations: ``warmup_steps`` from the model's ``first_update``
-    if 0 or more, else int(warmup_ratio x total) from 0. After it: 1 (``constant``), a half cosine
-    (``cosine``) or a line (``linear``) from 1 towards ``min_ratio`` (null: 0).
+    Warm-up: (iteration - s + 1) / W over W iterations from s on: ``steps`` from the model's ``first`` update
+    if 0 or more, else int(``ratio`` x total) from 0. After it: 1 (``constant``), a half cosine (``cosine``)
+    or a line (``linear``) from 1 towards ``min_ratio`` (null: 0).
     """
-    first, steps = (first_update, warmup_steps) if warmup_steps >= 0 else (0, int(warmup_ratio * total))
+    first, steps = (first, steps) if steps >= 0 else (0, int(ratio * total))
     warmup = first + steps
     if iteration < warmup:
         # from 1 / W: a factor of 0 would leave the weights as they are in the first iteration

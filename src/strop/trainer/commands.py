@@ -12,6 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from strop.config.checks.check import check
+from strop.config.derived import RATE, UNKNOWN_SIZE, usual_rate
+from strop.config.keys import value_at
 from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
@@ -30,6 +32,7 @@ Result = TypeVar("Result")
 
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 _SMALL_BATCH = 32
+_WARM_UPS = ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.critic_warmup")
 
 
 class Loaded(NamedTuple, Generic[Root]):
@@ -43,23 +46,32 @@ class Loaded(NamedTuple, Generic[Root]):
 def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ()) -> Loaded[Root]:
     """Load a configuration; a default batch size above the number of training rows becomes one they fill.
 
+    Warm-ups of a recipe are at most a quarter of the run; its rate is also by the size of a model on the hub.
     ``load`` takes values of keys that the user does not set. ``rows``: data in memory.
     """
     from strop.data.outline import outline  # pyarrow
 
-    config = load({})
+    config, found, words = load({}), dict[str, Any](), ""
     data, size = outline(config, rows), config.data.train_batch_size
-    if data.train_rows is None or data.train_rows >= size:
-        return Loaded(config, data, "")
-    mini_batch = 0
-    if isinstance(config, Config) and _MINI_BATCH in (config.written or ()):
-        mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    config = load({_BATCH: min(data.train_rows, max(_SMALL_BATCH, mini_batch))})
-    smaller = config.data.train_batch_size
-    if smaller == size:  # the user's own
-        return Loaded(config, data, "")
-    words = f"{_BATCH}={smaller}: the default of {size} is more than the {data.train_rows} training rows"
-    return Loaded(config, data, words)
+    if data.train_rows is not None and data.train_rows < size:
+        mini_batch = 0
+        if isinstance(config, Config) and _MINI_BATCH in (config.written or ()):
+            mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        found[_BATCH] = min(data.train_rows, max(_SMALL_BATCH, mini_batch))
+        config = load(found)
+        if (now := config.data.train_batch_size) != size:  # else the user's own
+            words = f"{_BATCH}={now}: the default of {size} is more than the {data.train_rows} training rows"
+    epochs = (data.train_rows or 0) // config.data.train_batch_size * config.trainer.total_epochs
+    if iterations := config.trainer.total_training_steps or epochs:
+        of_recipe = [key for key in _WARM_UPS if config.author(key).startswith("recipe ")]
+        found |= {key: min(value_at(config, key), iterations // 4) for key in of_recipe}
+    if isinstance(config, Config) and config.author(RATE).endswith(UNKNOWN_SIZE):
+        from strop.data.hub import parameters_of
+
+        model = config.actor_rollout_ref.model
+        usual = usual_rate(parameters_of(model.path), model)
+        found[RATE] = float(f"{usual:.0e}") if usual else value_at(config, RATE)
+    return Loaded(load(found) if found else config, data, words)
 
 
 def require_valid(config: RootConfig, rows: Sequence[Rows] = (), data: Outline | None = None) -> None:

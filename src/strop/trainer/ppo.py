@@ -142,6 +142,8 @@ class PPO:
     ) -> None:
         self.config, self.groups, self.reward_fn, self.weights = config, groups, reward_fn, weights
         self.total_iterations = total_iterations
+        self.critic_warmup = 0 if groups.critic is None else config.trainer.critic_warmup
+        """Iterations before the actor's first update."""
         self.before_update: Callable[[], None] = lambda: None
         """Called when a model is about to change."""
         limits = config.reward_model
@@ -260,11 +262,6 @@ class PPO:
             _require_finite_columns(batch)  # the step has skipped a gradient that is not finite
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics
-
-    @property
-    def critic_warmup(self) -> int:
-        """Iterations before the actor's first update."""
-        return 0 if self.groups.critic is None else self.config.trainer.critic_warmup
 
     def trains_actor(self, iteration: int) -> bool:
         """Return True once the critic's warm-up is over."""

@@ -28,9 +28,8 @@ def mini_batches(
     Cutting here makes membership independent of the number of ranks. Each mini-batch of ``size`` rows
     carries the denominators of its losses over all ranks (tokens, sequences), so no all-reduce of counts is
     needed. ``shuffle_seed``: the run's seed and the role, to draw a new order every epoch. ``iteration``
-    counts from 1, ``first_update``, the iteration of the model's first update, from 0. With ``record``,
-    ``meta_info["rows"]`` of the last epoch's mini-batches has the numbers of their rows in ``batch``: the
-    update returns per-token columns of them.
+    counts from 1, ``first_update`` from 0. With ``record``, ``meta_info["rows"]`` of the last epoch's
+    mini-batches has the numbers of their rows in ``batch``: the update returns per-token columns of them.
     """
     for epoch in range(epochs):
         rows, order = batch, list(range(len(batch)))

@@ -178,9 +178,9 @@ class Worker(Generic[Root]):
         learning_rate = optim.lr * learning_rate_factor(
             meta["iteration"],
             total=meta["total_iterations"],
-            warmup_ratio=optim.lr_warmup_steps_ratio,
-            warmup_steps=optim.lr_warmup_steps,
-            first_update=meta["first_update"],
+            ratio=optim.lr_warmup_steps_ratio,
+            steps=optim.lr_warmup_steps,
+            first=meta["first_update"],
             style=optim.warmup_style,
             min_ratio=optim.min_lr_ratio,
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from strop.config.backends import ROLLOUTS
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.derived import USUAL_ALPHA, usual_rate
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.memory.facts import read_model_facts
 from strop.config.names import (
@@ -32,11 +33,8 @@ from strop.passed import is_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-_USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
-"""Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
-_ADAPTERS_FACTOR, _USUAL_OF_ADAPTERS, _HIGHEST_OF_ADAPTERS, _USUAL_ALPHA = 3.3, 1e-4, 5, 16
-"""Rates of LoRA adapters: relative to those of the weights (below 16 million parameters), those of larger
-models and of unknown sizes, the highest relative to these, and the alpha that they are for."""
+_HIGHEST_OF_ADAPTERS = 5
+"""The highest rate of LoRA adapters, relative to the usual one."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -89,24 +87,24 @@ def learning_rate(config: RootConfig) -> Iterator[Finding]:
     for key, model, update_key, update in trained_models(config):
         rate, facts = update.optim.lr, read_model_facts(model.path)
         size = facts.parameters if facts is not None else None
-        usual, highest = 0.0 if size is None else _USUAL_RATE * (_USUAL_SIZE / size) ** 0.6, math.inf
+        usual, highest = usual_rate(size, model), math.inf
         of_model = f"a model of {(size or 0) / 1e6:.3g} million parameters"
         if model.has_adapters:
-            # an adapter moves by rate x alpha; that of a folder has its own alpha
-            alpha = _USUAL_ALPHA if model.lora_adapter_path is not None else model.lora_alpha
-            usual = max(_ADAPTERS_FACTOR * usual, _USUAL_OF_ADAPTERS) * _USUAL_ALPHA / alpha
             highest = _HIGHEST_OF_ADAPTERS * usual
             of_model = "LoRA adapters" if size is None else f"LoRA adapters of {of_model}"
-            if alpha != _USUAL_ALPHA:
-                of_model += f" with {key}.lora_alpha={alpha:g}"
+            if model.lora_adapter_path is None and model.lora_alpha != USUAL_ALPHA:
+                of_model += f" with {key}.lora_alpha={model.lora_alpha:g}"
         elif key == "critic.model":
             continue  # the sizes and rates above were found for policies
         if config.trainer.val_only or rate == 0 or usual / 8 <= rate <= highest:
             continue
+        optim, warm_up = update.optim, ""
+        if optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio == 0:  # a first step moves all weights
+            warm_up = f" with {update_key}.optim.lr_warmup_steps=20"
         found = "low for {}, which hardly changes" if rate < usual / 8 else "high for {}, which may collapse"
         yield warning(
             f"{update_key}.optim.lr={rate:g} is {found.format(of_model)} at that rate; "
-            f"try {update_key}.optim.lr={usual:.0e}"
+            f"try {update_key}.optim.lr={usual:.0e}{warm_up}"
         )
 
 
