@@ -293,7 +293,7 @@ def test_unwritten_sizes_are_those_of_the_version_of_verl(monkeypatch, valid):
     """A script of 0.3.0.post1 writes the size of its reward model, and leaves 4 to the others."""
     monkeypatch.setattr("strop.config.backends.importlib.util.find_spec", lambda name: object())
     size, version = "megatron.tensor_model_parallel_size", "0.3.0.post1"
-    script = [*valid, "reward_model.enable=True", "reward_model.model.path=m", f"reward_model.{size}=4"]
+    script = [*valid, "reward_model.enable=True", "reward_model.model.path=o/m", f"reward_model.{size}=4"]
     script += ["trainer.n_gpus_per_node=8", "trainer.device=cuda", f"{ACTOR}.ppo_mini_batch_size=8"]
     config = load_config([*script, "data.train_batch_size=8"], config_name="ppo_megatron_trainer")
     assert any(mentions(line, "reward_model.megatron", "(4, 1") for line in check(config).errors)

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from strop.config.batch_plan import BatchPlan
+from strop.config.load import load_config
+from strop.config.memory.facts import read_model_facts
+from strop.config.memory.forecast import forecast
 from strop.models.loader import load_causal_lm, load_scorer
 
 HIDDEN, HEADS, LAYERS, INNER, VOCABULARY = 32, 4, 2, 64, 19
@@ -86,3 +90,16 @@ def test_it_trains_and_saves_as_a_hugging_face_folder(file, tmp_path):
 
 def test_a_critic_starts_from_it_with_a_fresh_head(file):
     assert load_scorer(file, fresh_head_seed=1).score.weight.shape == (1, HIDDEN)
+
+
+def test_its_sizes_are_read_from_its_header(original, file, tmp_path):
+    facts = read_model_facts(str(file.parent))
+    assert facts == read_model_facts(str(file))
+    assert facts.parameters == sum(weight.numel() for weight in original.parameters())
+    sizes = (facts.layers, facts.hidden, facts.vocabulary, facts.heads, facts.kv_width, facts.context)
+    assert sizes == (LAYERS, HIDDEN, VOCABULARY, HEADS, HIDDEN, 64)
+    config = load_config([f"actor_rollout_ref.model.path={file}", "data.train_files=train.parquet"])
+    assert forecast(config, BatchPlan.from_config(config)).peak is not None
+    for number, content in enumerate((b"", b"GGUF", file.read_bytes()[:500], b"\xff" * 500)):
+        (broken := tmp_path / f"{number}.gguf").write_bytes(content)
+        assert read_model_facts(str(broken)) is None

@@ -57,10 +57,22 @@ def similar_path(path: str | Path) -> str:
     return ""
 
 
-def no_model(path: str | Path) -> str:
-    """Return what is said of the path of a model or tokenizer that is not here, and no name on the hub."""
-    expected = "; expected a Hugging Face folder, a .gguf file or a name on the hub, OWNER/NAME"
-    return f"no such folder here{similar_path(path) or expected}"
+def gguf_files(path: Path) -> list[Path]:
+    """Return the GGUF files in a folder, or that file."""
+    return [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+
+
+def reason_no_model(key: str, path: str | Path) -> str | None:
+    """Return why ``path`` on this machine, the value of ``key``, is not a model; None if it is one."""
+    folder, expected = Path(expand(path)), "expected config.json or exactly one .gguf file"
+    if not folder.exists():
+        on_hub = f"; {expected} there, or a name on the hub, OWNER/NAME"
+        return f"{key}={path}: no such folder here{similar_path(path) or on_hub}"
+    if is_adapter(folder):
+        return instead_of_adapter(key, path)
+    if (folder / "config.json").is_file() or len(found := gguf_files(folder)) == 1:
+        return None
+    return f"{key}={path}: found {len(found)} .gguf files and no config.json; {expected}"
 
 
 def runs_near(path: str | Path) -> str:

@@ -161,21 +161,18 @@ def _weight_files(name: str, folder: Path, files: set[str]) -> list[str]:
 
 def _require(name: str, folder: Path, files: list[str]) -> None:
     """Download the missing ones of ``files``; ``ModelError`` if any are still missing."""
-    problem: Exception | None = None
     if missing := [file for file in files if not (folder / file).is_file()]:
-        try:  # the same commit as the small files
+        with contextlib.suppress(LocalEntryNotFoundError):  # the same commit as the small files
             _download(name, revision=folder.name, allow_patterns=missing)
-        except LocalEntryNotFoundError as error:
-            problem = error
     # snapshot_download may also return an incomplete folder without an error.
     if missing := [file for file in missing if not (folder / file).is_file()]:
         raise ModelError(
             f"model {name}: {folder} lacks {', '.join(missing)}, and the hub cannot be reached "
-            f"({_reason(problem)}). Run `hf download {name}` where there is a network"
-        ) from problem
+            f"({_reason()}). Run `hf download {name}` where there is a network"
+        )
 
 
-def _reason(error: Exception | None) -> str:
+def _reason(error: Exception | None = None) -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if error is None:

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from strop.config.paths import instead_of_adapter, is_adapter, no_model
+from strop.config.paths import gguf_files, reason_no_model
 from strop.errors import MissingExtraError, ModelError, StropError, did_you_mean, raised_as
 from strop.manifest import require_below
 from strop.models.attention import attention_for, config_parts
@@ -78,23 +78,18 @@ def locate(path: str | Path) -> dict[str, Any]:
     ``MissingExtraError`` if a GGUF file needs packages that are not installed.
     """
     path = Path(path)
-    gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if not path.exists():
-        raise ModelError(f"model path {path}: {no_model(path)}")
-    if is_adapter(path):
-        raise ModelError(instead_of_adapter("model.path", path))
-    if path.is_dir() and (path / "config.json").is_file():
+    if reason := reason_no_model("model.path", path):
+        raise ModelError(reason)
+    if (path / "config.json").is_file():
         for index in path.glob("*.index.json"):  # transformers joins what any of them names
             for file in _files_of(index):
                 require_below(file, str(index), ModelError)
         return {"pretrained_model_name_or_path": str(path)}
-    if len(gguf_files) != 1:
-        found = f"{len(gguf_files)} .gguf files" if gguf_files else "neither config.json nor a .gguf file"
-        raise ModelError(f"model path {path}: found {found}; expected config.json or exactly one .gguf file")
+    (file,) = gguf_files(path)
     for package in ("gguf", "accelerate"):  # transformers reads GGUF with both
         if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(package, "gguf", f"the GGUF model {gguf_files[0].name}")
-    return {"pretrained_model_name_or_path": str(gguf_files[0].parent), "gguf_file": gguf_files[0].name}
+            raise MissingExtraError(package, "gguf", f"the GGUF model {file.name}")
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

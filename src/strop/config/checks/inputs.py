@@ -19,13 +19,11 @@ from strop.config.names import missing_module
 from strop.config.paths import (
     expand,
     hub_split,
-    instead_of_adapter,
-    is_adapter,
     is_rows,
     is_template_file,
     is_url,
     may_be_a_hub_name,
-    no_model,
+    reason_no_model,
     similar_path,
     with_split,
 )
@@ -84,15 +82,11 @@ def models(config: Config) -> Iterator[Finding]:
 def model_folder(key: str, path: str) -> Iterator[Finding]:
     """Require a model in the folder that the key `key` names, if it names one."""
     folder = Path(expand(path))
-    if not path or is_url(path) or folder.is_file():
+    if not path or is_url(path):
         return
-    if folder.is_dir():
-        if is_adapter(folder):
-            yield error(instead_of_adapter(key, path))
-        elif not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
-            yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
-    elif not may_be_a_hub_name(path):
-        yield error(f"{key}={path}: {no_model(path)}")
+    if folder.exists() or not may_be_a_hub_name(path):
+        if reason := reason_no_model(key, path):
+            yield error(reason)
     elif not (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir():
         offline = ", but HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
         found = f"no such folder here{similar_path(path)}"
@@ -141,7 +135,7 @@ def tokenizers(config: RootConfig) -> Iterator[Finding]:
         paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     for key, path in paths.items():
         if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
-            yield error(f"{key}={path}: {no_model(path)}")
+            yield error(f"{key}={path}: no such folder{similar_path(path)}")
 
 
 def context_windows(config: Config) -> Iterator[Finding]:

@@ -1,18 +1,21 @@
-"""Sizes of a model, from its config.json and the headers of its weights."""
+"""Sizes of a model, from its config.json and the headers of its weights, or from that of a GGUF file."""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from strop.config.paths import expand, is_url, may_be_a_hub_name
+from strop.config.paths import expand, gguf_files, is_url, may_be_a_hub_name
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class ModelFacts:
     """Sizes of a decoder-only transformer."""
 
     parameters: int | None
-    """Counted in the headers of the weights; None without safetensors files."""
+    """Counted in the headers of the weights; None without safetensors files or a GGUF file."""
     layers: int
     hidden: int
     vocabulary: int
@@ -42,16 +45,17 @@ def read_model_facts(path: str) -> ModelFacts | None:
     if not path or is_url(path):
         return None
     folder = _folder_of(path)
-    if not (folder / "config.json").is_file():
-        return None
     try:
+        if not (folder / "config.json").is_file():
+            (file,) = gguf_files(folder)
+            return _gguf_facts(file, file.stat().st_mtime)
         files = list(folder.glob("*.safetensors"))
         parameters = sum(count_parameters(file) for file in files) or None
         facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
         experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
         return replace(facts, expert_parameters=experts)
-    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
-        return None  # loading the model reports a broken folder
+    except Exception:  # noqa: BLE001 - of any kind for a broken file, which loading the model reports
+        return None
 
 
 def trained_whole(path: str, end: str) -> dict[str, int] | None:
@@ -60,10 +64,10 @@ def trained_whole(path: str, end: str) -> dict[str, int] | None:
     Known are local safetensors files, but for models whose files have other names than their modules
     (experts). A file without an output layer has an embedding that is tied to it.
     """
-    facts, sizes = read_model_facts(path), {}
-    if facts is None or facts.parameters is None or facts.experts:
+    facts, sizes, files = read_model_facts(path), {}, list(_folder_of(path).glob("*.safetensors"))
+    if facts is None or not files or facts.experts:
         return None
-    for file in _folder_of(path).glob("*.safetensors"):
+    for file in files:
         with safe_open(file, framework="numpy") as tensors:
             sizes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     tied = "lm_head.weight" not in sizes
@@ -90,6 +94,38 @@ def _folder_of(path: str) -> Path:
         cached = try_to_load_from_cache(path, "config.json")
         folder = Path(cached).parent if isinstance(cached, str) else folder
     return folder
+
+
+_GGUF_FORMS = "BbHhIif?__Qqd"
+"""Formats of ``struct`` by the number of a type; 8 is a text, 9 a list."""
+_GGUF_SIZES = (
+    *("block_count", "embedding_length", "vocab_size", "attention.head_count", "attention.head_count_kv"),
+    *("attention.key_length", "context_length", "expert_count"),
+)
+"""Keys in the order of ``SHAPE_KEYS``."""
+
+
+@cache
+def _gguf_facts(file: Path, changed: float) -> ModelFacts:
+    """Return facts from the header of a file; the package that reads GGUF takes seconds for a vocabulary."""
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+
+        def read(form: str) -> Any:
+            return struct.unpack(f"<{form}", data.read(struct.calcsize(f"<{form}")))
+
+        def value(kind: int) -> Any:
+            if kind == 9:
+                kind, count = read("IQ")
+                return [value(kind) for _ in range(count)]
+            return data.read(*read("Q")).decode() if kind == 8 else read(_GGUF_FORMS[kind])[0]
+
+        _, _, tensors, keys = read("4sIQQ")
+        values = {value(8): value(*read("I")) for _ in range(keys)}
+        sizes = [(value(8), math.prod(read(f"{read('I')[0]}Q")), read("IQ")) for _ in range(tensors)]
+    names = [f"{values['general.architecture']}.{name}" for name in _GGUF_SIZES]
+    shape = dict(zip(SHAPE_KEYS, map(values.get, names), strict=False))
+    shape["vocab_size"] = len(values["tokenizer.ggml.tokens"])
+    return facts_of(shape, sum(size for _, size, _ in sizes))
 
 
 SHAPE_KEYS = (
