@@ -72,6 +72,9 @@ dist: .venv/release  ## build wheel and sdist in dist/; run the demo of the sdis
 	! tar -xzOf dist/*.tar.gz --wildcards '*/PKG-INFO' | grep -E '\]\([^h#]'  # a relative link
 	$(PYTHON) -m venv build/dist_test/venv
 	build/dist_test/venv/bin/pip install --quiet --disable-pip-version-check --constraint requirements.lock torch dist/*.whl
+	test $$(du -sm --exclude=torch build/dist_test/venv | cut -f1) -lt 1000  # MB
+	build/dist_test/venv/bin/pip install --quiet --disable-pip-version-check 'strop[completion]'  # as errors say
+	cd build/dist_test && venv/bin/strop docs data > data.md && venv/bin/strop keys lr > keys.txt
 	tar -xzf dist/*.tar.gz --directory build/dist_test --strip-components 1 --wildcards '*/examples'
 	cd build/dist_test && venv/bin/python -c "import strop; assert 'site-packages' in strop.__file__, strop.__file__"
 	cd build/dist_test && venv/bin/python examples/demo.py $(DEMO_ARGS)

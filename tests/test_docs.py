@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,14 @@ def test_a_page_is_printed_as_it_is_into_a_pipe(capsys):
     assert listed == sorted(page.stem for page in DOCS.glob("*.md"))
     assert main(["docs", "dta"]) == 2
     assert "did you mean data?" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_ends_the_commands_without_a_traceback():
+    for arguments in (["docs"], ["docs", "config_critic"], ["keys", "a"]):
+        command = [sys.executable, "-m", "strop.cli", *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.close()
+        assert process.communicate()[1] == ""
 
 
 def test_keys_are_found_by_a_word_of_their_name_or_meaning(capsys):

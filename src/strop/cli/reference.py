@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -27,18 +26,19 @@ def add_docs_arguments(parser: argparse.ArgumentParser) -> None:
 def run_docs(arguments: argparse.Namespace) -> int:
     """Show a page in the terminal's pager, or write its Markdown to a pipe."""
     pages = {file.stem: file.read_text() for file in sorted(_FOLDER.glob("*.md"))}
-    if arguments.page is None:
+    page, console = arguments.page, Console(soft_wrap=True)  # rich ends quietly where a pipe is closed
+    if page is None:
         for name, text in pages.items():
-            print(f"strop docs {name:18} {text.partition('# ')[2].partition(chr(10))[0]}")
-    elif arguments.page not in pages:
-        raise ConfigError(f"unknown page {arguments.page!r}{did_you_mean(arguments.page, pages)}")
-    elif not sys.stdout.isatty():
-        sys.stdout.write(pages[arguments.page])
+            console.print(literal(f"strop docs {name:18} {text.partition('# ')[2].partition(chr(10))[0]}"))
+    elif page not in pages:
+        raise ConfigError(f"unknown page {page!r}{did_you_mean(page, pages)}")
+    elif not console.is_terminal:
+        console.print(literal(pages[page]), end="")
     else:
         os.environ.setdefault("LESS", "-FRX")  # show colours, and end at once on a page of one screen
-        console = Console()
         with console.pager(styles=True):
-            console.print(Markdown(pages[arguments.page], hyperlinks=False), width=min(console.width, 110))
+            width = min(console.width, 110)
+            console.print(Markdown(pages[page], hyperlinks=False), width=width, soft_wrap=False)
     return 0
 
 
