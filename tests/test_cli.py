@@ -73,11 +73,11 @@ def test_check_reports_all_errors_of_a_stage_at_once(inputs, tmp_path, capsys):
 
     values = ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "algorithm.adv_estimator=gea")
     assert mentions(check("trainer.sed=1", "data.train_batch_size=x"), "trainer.sed", "data.train_batch_size")
-    assert mentions(check(*values), "ppo_mini_batch_size=3", "gea", "train_batch_size: 8")
+    assert mentions(check(*values), "1 error", "gea")
     (tmp_path / "empty.parquet").touch()
     files = [f"data.{key}={tmp_path}/empty.parquet" for key in ("train_files", "val_files")]
     printed = check(*files, "reward_model.reward_kwargs.kind=1", "trainer.total_training_steps=1")
-    assert mentions(printed, "train_batch_size: 8", "'kind'")
+    assert mentions(printed, "'kind'")
     assert printed.count("empty.parquet:") == 1  # the same file twice
 
 
@@ -125,22 +125,23 @@ def test_own_data_needs_no_batch_sizes_and_no_validation_files(inputs, tmp_path,
 
 def test_check_builds_what_a_run_builds(inputs, capsys):
     assert main(["check", *overrides(inputs, inputs / "unused")]) == 0
-    assert mentions(capsys.readouterr().out, "data sets and reward managers: no errors")
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("no errors")
+    assert len(lines) < 24
     assert not (inputs / "unused").exists()
 
 
-def test_check_shows_what_differs_from_the_defaults(inputs, capsys):
-    options = overrides(
-        inputs, inputs / "unused", "algorithm.gamma=1.0", "actor_rollout_ref.actor.clip_ratio=0.3"
-    )
+def test_check_says_what_a_run_will_do_in_few_lines(inputs, capsys):
+    options = overrides(inputs, inputs / "unused", "algorithm.adv_estimator=grpo")
     assert main(["check", "--config-only", *options]) == 0
-    printed = capsys.readouterr().out
-    table = printed[: printed.index("Batch sizes")]
-    assert mentions(
-        table, "actor_rollout_ref.actor.clip_ratio", "0.3", "0.2", "data.train_batch_size", "1024"
-    )
-    assert "algorithm.gamma" not in table  # written, with the default's value
-    assert "entropy_coeff" not in printed
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    words = dict(line.split(maxsplit=1) for line in lines if not line.startswith("warning"))
+    assert verdict.startswith("no errors")
+    assert "configuration alone" in verdict
+    assert words.keys() == {"model", "data", "steps", "batch", "memory", "run"}
+    assert mentions(words["model"], str(inputs / "model"), "grpo")
+    assert mentions(words["data"], "train.parquet: 24 rows", "val.parquet")
+    assert mentions(words["batch"], "16 samples = 8 prompts x 2")
 
 
 def test_strop_alone_shows_its_help(capsys):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.cli.check import render
+from strop.cli.check import tables
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, MicroBatchSize, resolve_micro_batch
 from strop.config.checks.check import check
 from strop.config.keys import value_at
@@ -253,7 +253,7 @@ def test_check_shows_the_cut_of_a_supervised_run(tmp_path, installed, capsys):
         (["update.micro_batch_size_per_gpu=3"], "3 rows each"),
     ):
         config = load_tree(SFT, [f"model.path={tmp_path}", "data.train_files=a", *overrides])
-        Console(width=120).print(render(check(config), config))
+        Console(width=120).print(tables(check(config), config))
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "micro-batches on" in line]
         assert line.strip().split("  ")[-1].strip() == words
 

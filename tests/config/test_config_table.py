@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from strop.cli.check import render
+from strop.cli.check import tables
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -19,7 +19,7 @@ from messages import mentions
 
 def shown(config, **sizes):
     console = Console(file=io.StringIO(), width=120)
-    console.print(render(check(config, **sizes), config))
+    console.print(tables(check(config, **sizes), config))
     return console.file.getvalue()
 
 
@@ -49,8 +49,6 @@ def test_the_report_shows_the_resolved_batch_sizes(overrides):
     assert row(text, "critic: optimizer steps in the run") == "840"
     assert row(text, "actor and rollout (hf)") == "this process"
     assert "unknown: a model that is not in a local folder" in text
-    assert "max_prompt_length" not in text  # has its default
-    assert "configuration: no errors" in text
 
 
 def test_unknown_numbers_are_shown_as_unknown(overrides):
@@ -86,27 +84,21 @@ def test_ranks_that_share_sequences_are_shown(overrides):
     assert row(text, "critic: micro-batches of a mini-batch, on each rank") == "16 of 8 sequences"
 
 
-def test_errors_and_warnings_come_last_and_without_a_plan_too(overrides):
-    text = shown(
-        load_config(
-            [
-                *overrides,
-                "data.train_batch_size=7",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=256",
-                "critic.ulysses_sequence_parallel_size=2",
-            ]
-        )
-    )
-    assert "Batch sizes" not in text
-    assert "no errors" not in text
-    assert text.index("warning: no effect") < text.index(
-        "error: actor_rollout_ref.actor.ppo_mini_batch_size=256"
-    )
+def test_the_verdict_comes_first_then_errors_and_warnings(overrides, capsys):
+    sizes = ["data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=256"]
+    wrong = [*overrides, *sizes, "critic.ulysses_sequence_parallel_size=2"]
+    assert main(["check", "--full", *wrong]) == 2
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    kinds = [line.partition(":")[0] for line in lines if line.startswith(("error:", "warning:"))]
+    assert verdict == f"{kinds.count('error')} errors, 1 warning"
+    assert kinds == sorted(kinds)  # errors before warnings
+    assert mentions(lines[0], "ppo_mini_batch_size=256")
+    assert "Batch sizes" not in "".join(lines)
 
 
 def test_strop_check_counts_the_rows_and_returns_the_status(overrides, tmp_path, capsys):
     pq.write_table(pa.table({"prompt": ["1+1="] * 2048}), tmp_path / "train.parquet")
-    assert main(["check", "--config-only", *overrides]) == 0
+    assert main(["check", "--config-only", "--full", *overrides]) == 0
     assert row(capsys.readouterr().out, "training prompts") == "2,048"
     assert main(["check", *overrides, "data.train_files=/no/such.parquet"]) == 2
     assert mentions(capsys.readouterr().out, "data.train_files", "/no/such.parquet")

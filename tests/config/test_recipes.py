@@ -140,7 +140,7 @@ def recipe(request, tmp_path, monkeypatch) -> Path:
 
 def test_a_recipe_passes_the_check_without_its_models(recipe, capsys):
     assert main(["check", "--config-only", "--config-path", str(recipe)]) == 0
-    assert "configuration: no errors" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("no errors")
 
 
 def test_a_recipe_passes_the_whole_check_with_other_models(recipe, tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_a_recipe_passes_the_whole_check_with_other_models(recipe, tmp_path, cap
     models = [f"{key}.model.path={tmp_path / 'model'}" for key in ("actor_rollout_ref", "critic")]
     options = [*models, f"data.cache_dir={tmp_path}", "trainer.logger=[console]"]
     assert main(["check", "--config-path", str(recipe), *options]) == 0
-    assert "data sets and reward managers: no errors" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("no errors")
 
 
 def test_the_debug_recipe_has_the_values_of_the_reference():

@@ -163,7 +163,7 @@ def test_truncated_is_known_once_the_batch_is_complete(make: Make, batch_of: Cal
 def test_a_missing_argument_is_named_with_the_columns():
     function = Function(lambda response, anwser: 1.0, "compute_score")
     with pytest.raises(
-        ConfigError, match=naming("'anwser'", "did you mean 'answer'", "level", "n_prompt_tokens")
+        ConfigError, match=naming("'anwser'", "did you mean 'answer'", "level", "ground_truth")
     ):
         function.require(["answer", "level"])
     function = Function(lambda response, solution: 1.0, "compute_score")  # like solution_str, the response
@@ -173,7 +173,7 @@ def test_a_missing_argument_is_named_with_the_columns():
         function.require(["loesung"])
     assert "did you mean" not in str(raised.value)
     function = Function(lambda completions, answers: 1.0, "compute_score")
-    with pytest.raises(ConfigError, match=naming("'answers'", "completion_ids")):
+    with pytest.raises(ConfigError, match=naming("'answers'", "docs/rewards.md")):
         function.require(["answer"])
     Function(lambda response, answer, tokenizer=None: 1.0, "f").require(["answer"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,13 +14,19 @@ from strop.errors import ModelError, RewardError
 from strop.trainer.commands import train_once
 from strop.trainer.ray_trainer import RayPPOTrainer
 
+import tiny_model
 from messages import Message
 from runs import make_inputs, overrides
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
+    """A model that can write sentences, and additions."""
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    tokenizer = tiny_model.build_tokenizer(string.printable)
+    tiny_model.build_model(tokenizer, hidden=32).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
 
 
 @pytest.fixture
@@ -98,6 +106,15 @@ def strict(response, answer):
 def of_row(response, number):
     return 1 / number
 
+def text_and_number(response, answer):
+    return float(int(response) == answer)
+
+def boxed(response, answer):
+    return float("{%s}" % answer in response)
+
+def contained(response, answer):
+    return float(answer in response)
+
 async def judge(response):
     raise ValueError("called")
 
@@ -115,24 +132,72 @@ def distance(response, number):
 """
 
 
+ANSWERED = [("0", 1), (SENTENCE := "The answer is 0.", 0), ("", 0), ("1", 0)]
+BOXED = [("\\boxed{0}", 1), ("The answer is 0.\n\\boxed{0}", 1), ("", 0), ("\\boxed{1}", 0)]
+
+
 @pytest.mark.parametrize(
-    ("name", "answered", "shown"),
+    ("name", "answered", "what", "scores"),
     [
-        ("with_truth", True, ["takes ground_truth, response", "its ground truth", "'0'", ": 1, length 1 ("]),
-        ("with_truth", False, ["an empty text (the row has no ground truth", ": 0, length 0 ("]),
-        ("trl", False, ["everything (**kwargs)", "its column 'answer' as the response: '0': 1 ("]),
-        ("without_answer", True, ["its ground truth as the response: '0': 1 ("]),
-        ("second", False, ["its column 'answer' as the response: '0': 1 ("]),
-        ("distance", False, ["its column 'number' as the response: '0': 0 ("]),
+        ("with_truth", True, "its ground truth", ANSWERED),
+        ("with_truth", False, "an empty text (no ground truth", [("", 0)]),
+        ("trl", False, "its column 'answer'", ANSWERED),
+        ("contained", False, "its column 'answer'", [("0", 1), (SENTENCE, 1), ("", 0), ("1", 0)]),
+        ("boxed", False, "its column 'answer' as \\boxed{X}", BOXED),
+        ("without_answer", True, "its ground truth", [("0", 1), (SENTENCE, 16), ("", 0), ("1", 1)]),
+        ("second", False, "its column 'answer'", ANSWERED),
+        ("distance", False, "its column 'number'", [("0", 0), (SENTENCE, None), ("", -99), ("1", -1)]),
     ],
 )
-def test_the_first_row_is_scored_with_the_answer_that_the_function_reads(
-    inputs, tmp_path, name, answered, shown
-):
-    warnings, errors, scored = check_custom(inputs, tmp_path, name, answered)
+def test_the_first_row_is_scored_as_a_model_may_answer_it(inputs, tmp_path, name, answered, what, scores):
+    warnings, errors, row = check_custom(inputs, tmp_path, name, answered)
     assert errors == []
-    assert not any("expected more for a right answer" in line for line in warnings)
-    assert [word for word in [f"name={name!r}", *shown] if word not in scored] == []
+    assert row is not None
+    assert (f"name={name!r}" in row.function, row.prompt) == (True, "0+0=")
+    assert row.tried[0].what.startswith(what)
+    found = [(one.response, None if one.outcome.error else one.outcome.score) for one in row.tried]
+    assert found == scores
+    assert [line for line in warnings if "expected more for a right answer" in line] == []
+    whole = [line for line in warnings if "whole texts" in line]
+    assert len(whole) == (scores == ANSWERED)
+    assert [line for line in warnings if "fails for the response" in line and "ValueError" in line] == (
+        [Message("name='distance'", SENTENCE)] if name == "distance" else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "reason"),
+    [
+        ("of_numbers", "number", ["number=0 is of type int", "data.answer_key=number"]),
+        ("text_and_number", "answer", ["'answer' is text", "as a number", "float("]),
+    ],
+)
+def test_a_truth_of_another_type_than_the_function_compares_is_named(inputs, tmp_path, name, column, reason):
+    warnings, errors, _ = check_custom(inputs, tmp_path, name, False)
+    doubts = [line for line in warnings if "expected more for a right answer" in line]
+    assert doubts == [Message(f"name={name!r}", f"its column {column!r} scores 0", *reason)]
+    assert errors == []
+
+
+def test_a_built_in_scorer_is_tried_in_its_own_form(inputs, tmp_path):
+    def tried(source, truth):
+        rows = pq.read_table(inputs / "train.parquet").to_pylist()
+        rows = [
+            {**row, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
+            for row in rows
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
+        warnings, errors, row = check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
+        assert errors == []
+        assert not any("response" in line for line in warnings)
+        return row and [(one.response, one.value) for one in row.tried]
+
+    assert tried("openai/gsm8k", "72") == [
+        ("#### 72", 1), ("The answer is 72.\n#### 72", 1), ("", 0), ("#### 73", 0)
+    ]  # fmt: skip
+    assert tried("strop/arithmetic", "72")[0] == ("72", 1)
+    assert tried("openai/gsm8k", "no number") is None
 
 
 def check_custom(inputs, tmp_path, name, answered):
@@ -163,7 +228,7 @@ def custom(inputs, tmp_path, name, answered):
         ("strict", [], True, "IndexError"),
         ("of_row", [], False, "ZeroDivisionError"),  # of the first row alone
         ("judge", [], False, ""),
-        ("second", [], False, "its column 'answer' as the response: '0': 1 ("),
+        ("second", [], False, "reward of the first row: '0' scores 1; "),
     ],
 )
 def test_train_tries_the_reward_function_before_a_model_loads(
@@ -178,7 +243,7 @@ def test_train_tries_the_reward_function_before_a_model_loads(
         train_once(config)
     said = str(error.value) if stopped else caplog.text
     assert shown in said
-    assert (name in said) == (shown != "" and name != "second")
+    assert (name in said) == (shown != "")
 
 
 def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_error(inputs, tmp_path):
@@ -186,20 +251,9 @@ def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_
     assert any("ground_truth=None for every row" in line and "answer" in line for line in warnings)
     assert errors == []
     warnings, errors, scored = check_custom(inputs, tmp_path, "failing", True)
-    assert (warnings, scored) == ([], "")
+    assert (warnings, scored) == ([], None)
     assert len(errors) == 1
     assert "its ground truth as the response: '0'" in errors[0]
     assert "cannot read it" in errors[0]
-    warnings, errors, _ = check_custom(inputs, tmp_path, "of_numbers", False)
-    assert [line for line in warnings if "expected more for a right answer" in line] == [
-        Message(
-            "name='of_numbers'",
-            "'level' scores 0",
-            "'number' scores 0",
-            "number=0 is of type int",
-            "data.answer_key=number",
-        )
-    ]
-    assert errors == []
     _, errors, _ = check_custom(inputs, tmp_path, "misspelt", True)
     assert "did you mean 'answer'" in errors[0]

@@ -1,7 +1,7 @@
-"""``strop check``: what a configuration changes, its sizes, and everything wrong with a run's inputs.
+"""``strop check``: everything wrong with a run's inputs, and what it would do.
 
-The configuration is printed at once, without torch. The data sets and reward managers are then built as a run
-builds them, so there is no second opinion on what a run would refuse.
+Data sets and reward managers are built as a run builds them, so there is no second opinion on what a run
+would refuse.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from logging.handlers import MemoryHandler
+from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Console, Group, RenderableType
@@ -32,7 +32,7 @@ from strop.config.batch_plan import (
 from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl, sizes_in_verl
 from strop.config.checks.supervised import OptimizerSteps
-from strop.config.identity import in_words, value_in
+from strop.config.identity import value_in
 from strop.config.keys import all_keys, value_at
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
@@ -45,6 +45,9 @@ from strop.config.verl import versions
 from strop.errors import Attempts, ConfigError, problems_of
 from strop.terminal import literal, table
 from strop.trainer.commands import build
+
+if TYPE_CHECKING:
+    from strop.rewards.base import Example
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -68,9 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="show all keys as YAML with the authors of their values, not only those that differ",
+        help="also show all tables, and all keys as YAML with the authors of their values",
     )
-    parser.add_argument("--diff", action="store_true", help=argparse.SUPPRESS)  # the default; once an option
+    parser.add_argument(
+        "--diff", action="store_true", help="also show the keys that differ from the defaults"
+    )
     known = versions()
     parser.add_argument(
         "--from",
@@ -96,33 +101,41 @@ def run(arguments: argparse.Namespace) -> int:
     if sizes:
         arguments.overrides = [*sizes, *arguments.overrides]
         config, data, batch_in_words = load_arguments(TREES[arguments.command], arguments)
-    console = Console(soft_wrap=True)
     result = check(config, train_rows=data.train_rows)
-    if result.errors:  # else all is built, which finds these and more
-        of_data = [line for error in data.errors for line in problems_of(error)]
-        result = replace(result, errors=[*result.errors, *of_data])
-    console.print(render(result, config, full=arguments.full))
+    warnings, errors, scored = result.warnings, result.errors, None
+    if errors:  # else all is built, which finds these and more
+        errors = [*errors, *(line for error in data.errors for line in problems_of(error))]
+    elif not arguments.config_only:
+        found, errors, scored = check_inputs(config)
+        warnings = list(dict.fromkeys([*warnings, *found]))
+    console = Console(soft_wrap=True)
+    alone = " in the configuration alone: data and rewards are not read" if arguments.config_only else ""
+    console.print(Text(f"{_verdict(warnings, errors)}{alone}", style="bold red" if errors else "bold green"))
+    console.print(Group(*(literal(f"error: {line}", "red") for line in errors)), end="")
+    console.print(Group(*(literal(f"warning: {line}", "yellow") for line in warnings)), end="")
     if batch_in_words:
         console.print(literal(batch_in_words))
-    if isinstance(config, SupervisedConfig) and data.train_rows and not config.trainer.val_only:
-        console.print(literal(OptimizerSteps.of(config, data.train_rows)))
     if arguments.verl:
         lines = [f"checked with the sizes of that version: write {' '.join(sizes)}"] if sizes else []
         lines = [*lines, *changed_from_verl(config, version)] or ["no key that is not written"]
         console.print(
             Group(Text(f"other than in verl {version}:"), *(literal(f"  {line}") for line in lines))
         )
-    if result.errors:
-        return 2
-    if arguments.config_only:
-        return 0
-    warnings, errors, scored = check_inputs(config)
-    new = [line for line in warnings if line not in result.warnings]
-    if scored:
-        console.print(literal(scored))
-    subject = "data sets and reward managers" if isinstance(config, Config) else "data sets"
-    console.print(Group(*_findings(subject, new, errors)))
+    for name, words in summary(config, result, data.train_rows).items():
+        console.print(literal(f"{name:<8}{words}"))
+    if scored is not None:
+        console.print(reward_table(scored))
+    if arguments.full:
+        console.print(tables(result, config), all_values(config))
     return 2 if errors else 0
+
+
+def _verdict(warnings: list[str], errors: list[str]) -> str:
+    counts = {"error": len(errors), "warning": len(warnings)}
+    words = [
+        f"{n or 'no'} {name}{'' if n == 1 else 's'}" for name, n in counts.items() if n or name == "error"
+    ]
+    return ", ".join(words)
 
 
 def _of_another_command(arguments: argparse.Namespace) -> str:
@@ -134,10 +147,10 @@ def _of_another_command(arguments: argparse.Namespace) -> str:
     return f"these keys are those of strop {', '.join(fitting)}: check it with --command {fitting[0]}"
 
 
-def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
+def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | None]:
     """Build tokenizer, data sets and reward managers as a run does, and score one row.
 
-    Returns warnings, errors, and the result for that row; "" if only built-in scorers are used.
+    Returns warnings, errors, and the scores of that row; None if nothing scores it before a model loads.
     """
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
     log.setLevel(logging.WARNING)
@@ -148,23 +161,62 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
         trainer = attempt(lambda: build(config, with_weights=False))
     finally:
         logger.removeHandler(log)
-    scored, doubt = "", ""
+    scored, doubt = None, ""
     if trainer is not None and isinstance(config, Config):
         from strop.trainer.build import try_reward
 
-        scored, doubt = attempt(lambda: try_reward(trainer)) or ("", "")
+        scored, doubt = attempt(lambda: try_reward(trainer)) or (None, "")
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
     return [*warnings, doubt] if doubt else warnings, attempt.lines, scored
 
 
-def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Group:
-    """Return what a user must know of `config`, for a rich console; errors and warnings come last.
+def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> dict[str, str]:
+    """Return what the run will do, a line for each subject."""
+    data, lines, memory = config.data, {}, None
+    model, plan = "actor_rollout_ref.model.path" if isinstance(config, Config) else "model.path", result.plan
+    model = value_at(config, model)
+    facts = read_model_facts(model)
+    size = facts.parameters if facts is not None else None
+    lines["model"] = model if size is None else f"{model}, {size / 1e6:,.3g} million parameters"
+    rows = "" if train_rows is None else f": {train_rows:,} rows"
+    validation = f"validation: {_files(data.val_files)}" if data.val_files else "no validation"
+    lines["data"] = f"{_files(data.train_files)}{rows}; {validation}"
+    if isinstance(config, Config) and plan is not None:
+        lines["model"] += f"; {config.algorithm.adv_estimator} ({config.actor_rollout_ref.rollout.name})"
+        if plan.iterations is not None:
+            lines["steps"] = f"{plan.iterations:,}; {plan.iterations_per_epoch or 0:,} an epoch"
+        samples = f"{plan.samples:,} samples = {plan.prompts:,} prompts x {plan.n}"
+        lines["batch"] = f"{samples}, {plan.actor.optimizer_steps:,} optimizer steps"
+        memory = forecast(config, plan)
+    elif isinstance(config, SupervisedConfig):
+        if train_rows and not config.trainer.val_only:
+            lines["steps"] = str(OptimizerSteps.of(config, train_rows))
+        memory = supervised_forecast(config)
+    if memory is not None:
+        lines["memory"] = f"{_size(memory.peak)} in one process at most (estimate)"
+    return {**lines, "run": f"{config.trainer.default_local_dir} (tables and all keys: --full)"}
 
-    ``full``: with all keys and the authors of their values, instead of those that differ from the defaults.
-    """
-    parts: list[RenderableType] = [all_values(config) if full else differences(config)]
+
+def _files(files: Sequence[str] | str) -> str:
+    names = [files] if isinstance(files, str) else files
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else ", ".join(names)
+
+
+def reward_table(row: Example) -> Group:
+    """Return the scores of a row, with its prompt and the function."""
+    names = [(one.what, f"{one.response!r:.34}") for one in row.tried]
+    first, second = (max(map(len, column)) for column in zip(*names, strict=True))
+    lines = [f"reward  {row.function}", f"        the first row: {' '.join(row.prompt.split()):.57}"]
+    for (what, response), one in zip(names, row.tried, strict=True):
+        lines.append(f"        {what:<{first}}  {response:<{second}}  {one.in_words():.60}")
+    return Group(*map(literal, lines))
+
+
+def tables(result: CheckResult, config: RootConfig) -> Group:
+    """Return tables of sizes, placement, memory and disk space, for a rich console."""
+    parts: list[RenderableType] = []
     if isinstance(config, Config) and result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:
@@ -174,7 +226,7 @@ def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Gr
             parts.append(disk_table(sample_files(config, result.plan)))
     if isinstance(config, SupervisedConfig) and not config.trainer.val_only:
         parts += [supervised_table(config), memory_table(supervised_forecast(config))]
-    return Group(*parts, *_findings("configuration", result.warnings, result.errors))
+    return Group(*parts)
 
 
 def all_values(config: RootConfig) -> Syntax:
@@ -189,16 +241,6 @@ def all_values(config: RootConfig) -> Syntax:
             line = f"{text.strip()[1:-1]}  # {tree.author(config, path)}"
         lines.append("  " * path.count(".") + line)
     return Syntax("\n".join(lines), "yaml", background_color="default")
-
-
-def differences(config: RootConfig) -> Group:
-    """Return a line for each key that has another value than its default; none is cut to the terminal."""
-    tree = tree_of(type(config))
-    lines = [
-        literal(f"{change.key}: {in_words(change.now)}  (default: {in_words(change.before)})")
-        for change in tree.differences(config)
-    ]
-    return Group(Text("Differences from the defaults", style="italic"), *lines, Text(""))
 
 
 def plan_table(plan: BatchPlan, config: Config) -> Table:
@@ -348,9 +390,3 @@ def _size(size: int | None) -> str:
     if size is None:
         return "unknown"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def _findings(subject: str, warnings: list[str], errors: list[str]) -> list[Text]:
-    lines = [literal(f"warning: {line}", "yellow") for line in warnings]
-    lines += [literal(f"error: {line}", "bold red") for line in errors]
-    return lines if errors else [*lines, Text(f"{subject}: no errors", style="green")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,8 +11,7 @@ from typing import Any, Generic, cast
 from omegaconf import DictConfig, OmegaConf
 
 from strop.config.backends import ENGINES, ROLLOUTS
-from strop.config.identity import Change
-from strop.config.keys import all_keys, short_names, value_at
+from strop.config.keys import short_names
 from strop.config.placement import Root
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
@@ -71,16 +70,6 @@ class Tree(Generic[Root]):
         """Return who decided the value of a key, in words."""
         followed = self.followed_by(path)
         return config.author(path) or (f"follows {followed}" if followed else "default")
-
-    def differences(self, config: Root) -> Iterator[Change]:
-        """Yield the written keys whose values differ from their defaults (`before`)."""
-        for path, key in all_keys(self.schema).items():
-            if key.is_section or (config.written is not None and path not in config.written):
-                continue
-            followed, value = self.followed_by(path), value_at(config, path)
-            default = value_at(config, followed) if followed else self.raw_default(path)
-            if value != default:
-                yield Change(path, default, value)
 
 
 def _add_back_ends(tree: DictConfig) -> None:

@@ -166,9 +166,8 @@ class Function:
         named = " and ".join(f"the argument {name!r}" for name in missing)
         raise ConfigError(
             f"{self.where} needs {named}, and there is no such value or column"
-            + f"{hint}. It can take the columns {', '.join(sorted(columns))}; "
-            + (f"for a batch {', '.join(BATCH_NAMES)}; " if self.is_batch else "")
-            + f"and {', '.join(SAMPLE_NAMES)}. Rename the parameter, or give it a default"
+            + f"{hint}. It can take the columns {', '.join(sorted(columns))}, and response, prompt, "
+            "ground_truth and others (docs/rewards.md). Rename the parameter, or give it a default"
         )
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,24 +16,43 @@ from strop.rewards.reward_output import RewardOutput
 from strop.rewards.scorer import Outcome
 
 
-@dataclass
-class Example:
-    """One row, scored with what may be its right answer as the response."""
+class Tried(NamedTuple):
+    """A response to a row, as a model may write it, and its outcome."""
 
     what: str
-    """Where the response is from, in words."""
+    """What the response is, in words."""
     response: str
     outcome: Outcome
+    value: float
+    """The score in training: that of an error if it failed, 0 if the function does not apply."""
+
+    def in_words(self) -> str:
+        """Return the score and its parts, or the last lines of the error."""
+        if error := self.outcome.error.strip():
+            lines = itertools.takewhile(lambda line: not line.startswith(" "), reversed(error.splitlines()))
+            return "; ".join(reversed(list(lines)))
+        score = "None: it does not apply" if self.outcome.score is None else f"{self.outcome.score:g}"
+        parts = self.outcome.parts.items()
+        return score + "".join(
+            f", {name} {value:g}" if isinstance(value, float) else f", {name} {value!r:.80}"
+            for name, value in parts
+        )
+
+
+@dataclass
+class Example:
+    """One row, scored as a model may answer."""
+
+    tried: list[Tried]
+    """The right answer, as far as it is known, first."""
     function: str
     """What was called, and the values that it takes, in words."""
+    prompt: str
+    """Its text, or that of its last message."""
     doubt: str = ""
-    """A warning about the score."""
+    """A warning about the scores."""
     always_fails: bool = False
     """True if it fails, or is ended, for any text; never for a function of a batch without ``is_check``."""
-
-    def is_without_reward(self) -> bool:
-        """Return True if the response has a score, of 0 or less."""
-        return not self.outcome.error and self.outcome.score is not None and self.outcome.score <= 0
 
 
 class PendingReward(Protocol):
@@ -99,7 +119,7 @@ class Reward(Protocol):
     def score_example(
         self, prompts: DataProto, *, n: int, has_reward_model: bool, is_check: bool
     ) -> Example | None:
-        """Score one row, as a check, with its right answer as the response; None: there is nothing to try.
+        """Score one row as a model may answer, as a check; None: there is nothing to try.
 
         ``prompts`` is a batch of one row; a function for a batch gets ``n`` copies of the sample. Without
         ``is_check`` no ``async`` function is called, whose answers may cost, and one for a batch may require

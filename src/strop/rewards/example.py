@@ -2,78 +2,132 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from strop.config.schema.reward import RewardModelConfig
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import BATCH_NAMES, GROUND_TRUTHS, SAMPLE_NAMES, Function, row_fields
-from strop.rewards.base import Example, Reward
+from strop.rewards.base import Example, Reward, Tried
+from strop.rewards.scorer import Outcome
 
 _OF_EVERY_ROW = ("index", "uid")  # columns that strop adds
 _TRIED = ("the first row", "the second row")
 """Rows on which a user's reward function must fail to be an error: one alone may be odd."""
+_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""Forms of an answer that scorers look for, the bare one first."""
+LONGEST_ANSWER = 80  # characters; a longer one, such as a program, stands in no sentence
+_EXPECTED = "expected a number for any text, such as 0 for one that it cannot read"
+
+Convert = Callable[[Any], Any]
+"""Change of the type of a ground truth or a column."""
 
 
 def example_of(
     functions: Sequence[Function],
     prompts: DataProto,
-    score: Callable[[str, str], Example],
+    score: Callable[[str, Convert | None], tuple[str, Outcome]],
     *,
+    function: str,
     prompt_key: str,
     reward_fn_key: str,
+    error_score: float,
     fails_always: bool,
     is_judged: bool,
 ) -> Example:
-    """Score a batch of one row with what may be its right answer as the response.
+    """Score a batch of one row as a model may answer: rightly, in a sentence, not at all, and wrongly.
 
-    The response is the ground truth if a function takes it; else one of the columns that they name, the first
-    with a score above 0; else the ground truth, or empty without one. ``score`` makes the example of what a
-    text is, in words, and the text. With ``fails_always``, a failure for all texts is recorded as such; with
-    ``is_judged``, a doubt about the first function.
+    The right answer is the ground truth if a function takes it; else one of the columns that they name, the
+    first that scores more than an empty text; else the ground truth, or empty without one. It is written in
+    the first of ``_FORMS`` that scores more than an empty text. ``score`` returns a text as the tokenizer
+    writes it, and its outcome after a conversion of ground truth and columns. With ``fails_always``, a
+    failure for all texts is recorded as such; with ``is_judged``, a doubt about the first function.
     """
     answers, is_taken = _answers(functions, prompts, prompt_key, reward_fn_key)
-    first, *others = answers
-    example = score(*first)
-    if example.outcome.error:
-        was_ended = example.outcome.status != "raised"
-        example.always_fails = fails_always and (
-            was_ended or all(score(*answer).outcome.error for answer in (*others, ("", "")))
-        )
-    if not example.is_without_reward() or not is_taken or not is_judged:
+    where = functions[0].where
+    score = functools.cache(score)
+
+    def tried(what: str, text: str, convert: Convert | None = None) -> Tried:
+        response, outcome = score(text, convert)
+        return Tried(what, response, outcome, error_score if outcome.error else outcome.score or 0.0)
+
+    right, form = tried(*answers[0]), _FORMS[0]
+    prompt = prompts.non_tensor_batch[prompt_key][0]
+    example = Example([right], function, prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    if right.outcome.error and right.outcome.status != "raised":  # any other text may take as long
+        example.always_fails = fails_always
         return example
-    scored = [example]
-    for answer in others:
-        scored.append(score(*answer))
-        if (scored[-1].outcome.score or 0.0) > 0:
-            return scored[-1]
-    columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
-    if found := _doubt(scored, score("", ""), functions[0].numbers(columns)):
-        example.doubt = f"{functions[0].where}: {found}"
+    empty = tried("an empty text", "")
+    for form, (what, answer) in itertools.product(_FORMS, answers if is_taken else ()):
+        found = tried(what if form == "{}" else f"{what} as {form.format('X')}", form.format(answer))
+        if found.value > empty.value:
+            right, answers = found, [(what, answer)]
+            break
+    else:
+        form = _FORMS[0]
+    answer, sentence, number = answers[0][1], None, _as_number(answers[0][1])
+    if answer:
+        example.tried = [right, empty]
+    if answer and len(answer) <= LONGEST_ANSWER and "\n" not in answer:
+        written = "" if form == "{}" else f"\n{form.format(answer)}"
+        wrong = "something else" if isinstance(number, str) else str(number + 1)
+        sentence = tried("a sentence", f"The answer is {answer}.{written}")
+        example.tried = [right, sentence, empty, tried("a wrong answer", form.format(wrong))]
+    failed = [one for one in example.tried if one.outcome.error]
+    example.always_fails = fails_always and bool(empty.outcome.error) and failed == example.tried
+    if failed and not example.always_fails:
+        text = f"{failed[0].response!r:.80}, {failed[0].in_words()}"
+        example.doubt = f"{where} fails for the response {text}; {_EXPECTED}"
+    if right.outcome.error or right.outcome.score is None or not is_taken or not is_judged:
+        return example
+    if right.value <= empty.value:
+        example.doubt = _without_score(functions[0], prompts, tried, answers, empty)
+    elif sentence is not None and sentence.value <= empty.value:
+        found = "response" if isinstance(number, str) else "re.findall(r'\\d+', response)"
+        example.doubt = (
+            f"{where} compares whole texts: {right.response!r} scores {right.in_words()}, "
+            f"{sentence.response!r} {sentence.in_words()}, as an empty text. Chat models answer in "
+            "sentences, and learn nothing from equal scores: look for the answer in the response, as in "
+            f"float(answer in {found}), or ask for the answer alone in the prompt"
+        )
     return example
 
 
-def _doubt(examples: Sequence[Example], empty: Example, remarks: Iterable[str]) -> str:
-    """Return a warning if none of the right answers in ``examples`` scores more than an empty response.
+def _without_score(
+    function: Function,
+    prompts: DataProto,
+    tried: Callable[..., Tried],
+    answers: Sequence[tuple[str, str]],
+    empty: Tried,
+) -> str:
+    """Return a warning that no right answer scores more than an empty text, and the reason."""
+    found = ", ".join(f"{what} scores {tried(what, answer).in_words()}" for what, answer in answers)
+    reasons = ["a function may expect more than the bare answer, such as a tag around it"]
+    for what, answer in answers:
+        if tried(what, answer, _as_text).value > empty.value:
+            columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
+            reasons = [f"it scores more as text: {remark}" for remark in function.numbers(columns)]
+        elif tried(what, answer, _as_number).value > empty.value:
+            reasons = [f"{what} is text, and scores more as a number: compare numbers, as float(...)"]
+    found = f"{found}, and an empty text {empty.in_words()}"
+    return f"{function.where}: {found}; expected more for a right answer: {'; '.join(reasons)}"
 
-    ``remarks`` say why that may be.
-    """
-    lowest = empty.outcome.score
-    scores = {
-        example.what: example.outcome.score
-        for example in examples
-        if not example.outcome.error and example.outcome.score is not None
-    }
-    if empty.outcome.error or lowest is None or not scores or max(scores.values()) > lowest:
-        return ""
-    found = ", ".join(f"{what} scores {score:g}" for what, score in scores.items())
-    reasons = [*remarks, "a function may expect more than the bare answer, such as a tag around it"]
-    return (
-        f"as the response, {found}, and an empty text {lowest:g}; expected more for a right answer: "
-        + "; ".join(reasons)
-    )
+
+def _as_number(value: Any) -> Any:
+    """Return the number that a text is; any other value as it is."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value) if isinstance(value, str) else value
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    """Return a number as text; any other value as it is."""
+    return str(value) if type(value) in (int, float) else value
 
 
 def _answers(
@@ -83,32 +137,30 @@ def _answers(
 
     Each is what it is in words, and its text; the likeliest is first.
     """
-    ((_, ground_truth, _),) = row_fields(prompts, reward_fn_key)
-    if ground_truth is None or not any(function.names & GROUND_TRUTHS for function in functions):
-        known = {*SAMPLE_NAMES, *BATCH_NAMES, *_OF_EVERY_ROW, prompt_key, reward_fn_key}
-        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items() if name not in known}
-        named = {
-            f"its column {name!r}": str(columns[name])
-            for function in functions
-            for name in function.ordered
-            if isinstance(columns.get(name), str | int | float)
-        }
-        if named:
-            return list(named.items()), True
-        if ground_truth is None:
-            return [
-                ("an empty text (the row has no ground truth, and no column that the function names)", "")
-            ], False
-        return [("its ground truth", str(ground_truth))], False
-    return [("its ground truth", str(ground_truth))], True
+    ((_, truth, _),) = row_fields(prompts, reward_fn_key)
+    if truth is not None and any(function.names & GROUND_TRUTHS for function in functions):
+        return [("its ground truth", str(truth))], True
+    known = {*SAMPLE_NAMES, *BATCH_NAMES, *_OF_EVERY_ROW, prompt_key, reward_fn_key}
+    columns = {name: column[0] for name, column in prompts.non_tensor_batch.items() if name not in known}
+    named = {
+        f"its column {name!r}": str(columns[name])
+        for function in functions
+        for name in function.ordered
+        if isinstance(columns.get(name), str | int | float)
+    }
+    if named:
+        return list(named.items()), True
+    if truth is None:
+        return [("an empty text (no ground truth, and no column that the function names)", "")], False
+    return [("its ground truth", str(truth))], False
 
 
 def score_first_row(
     settings: RewardModelConfig, reward_fn: Reward, loader: Any, *, n: int, is_check: bool
-) -> tuple[str, str]:
-    """Score the first row of ``loader`` with its right answer as the response.
+) -> tuple[Example | None, str]:
+    """Score the first row of ``loader`` as a model may answer; see ``example_of``.
 
-    Returns the result in words, and a warning; "" where there is none. ``n`` and ``is_check`` are those of
+    Returns its scores, None if nothing scores it, and a warning, or "". ``n`` and ``is_check`` are those of
     ``Reward.score_example``.
 
     Raises:
@@ -117,7 +169,6 @@ def score_first_row(
     failure = ""
     for row, name in zip(range(len(loader.dataset)), _TRIED, strict=False):
         prompts = loader.collate_fn([loader.dataset[row]])
-        started = time.monotonic()
         found = reward_fn.score_example(
             prompts.union(DataProto.from_dict(non_tensors={"uid": [f"0-{row}"]})),
             n=n,
@@ -125,22 +176,15 @@ def score_first_row(
             is_check=is_check,
         )
         if found is None:
-            return "", ""
-        outcome, seconds = found.outcome, time.monotonic() - started
-        response = f": {found.response!r:.80}" if found.response else ""
-        of_row = f"{name}, with {found.what} as the response{response}"
-        if not outcome.error:
-            score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"
-            parts = "".join(
-                f", {name} {value:g}" if isinstance(value, float) else f", {name} {value!r:.80}"
-                for name, value in outcome.parts.items()
-            )
-            result = f"{found.function}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
-            return result, failure or found.doubt
-        expected = "expected a number for any text, such as 0 for one that it cannot read"
-        failure = failure or f"{found.function} and fails for {of_row}; {expected}\n{outcome.error.strip()}"
+            return None, ""
         if not found.always_fails:
-            return "", failure
+            return found, failure or found.doubt
+        right = found.tried[0]
+        response = f": {right.response!r:.80}" if right.response else ""
+        failure = failure or (
+            f"{found.function} and fails for {name}, with {right.what} as the response{response}; {_EXPECTED}"
+            f"\n{right.outcome.error.strip()}"
+        )
     if failure and settings.max_error_rate < 1:
         raise RewardError(failure)
-    return "", failure
+    return None, failure

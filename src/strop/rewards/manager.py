@@ -29,6 +29,7 @@ from strop.config.reward_parts import (
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import (
+    SAMPLE_NAMES,
     Function,
     Sample,
     SampleValues,
@@ -39,7 +40,7 @@ from strop.rewards.arguments import (
 from strop.rewards.base import BatchReward, Example, PendingReward, Reward
 from strop.rewards.batch import PendingSamples, ScoringJob
 from strop.rewards.custom import CustomReward
-from strop.rewards.example import example_of
+from strop.rewards.example import LONGEST_ANSWER, Convert, example_of
 from strop.rewards.reward_output import (
     ErrorBudget,
     RewardOutput,
@@ -462,36 +463,47 @@ class RewardManager(Reward):
     ) -> Example | None:
         """See ``Reward.score_example``, and ``example_of`` for the response."""
         own = self._own_functions()
-        if not own and (self._router is None or not self._router.has_own):
-            return None
         if self.scorer.is_async and not is_check:
             return None
         (parts,) = self._required(prompts, has_model=has_reward_model)
         if not parts:
             return None
         (fields,) = row_fields(prompts, self.reward_fn_key)
+        is_known = self._router is not None and self._router.is_built_in(fields[0])
+        if is_known and len(str(fields[1])) > LONGEST_ANSWER:  # such as the tests of a program
+            return None
         values = self._values(prompts)
         taken = (
             "everything (**kwargs)" if self.scorer.wanted is None else ", ".join(sorted(self.scorer.wanted))
         )
         function = f"{self.scorer.own.where} takes {taken}"
 
-        def score(what: str, text: str) -> Example:
+        def score(text: str, convert: Convert | None) -> tuple[str, Outcome]:
             ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
             sample = self._sample(values, 0, fields, parts, ids, truncated=False)
+            if convert is not None:
+                named = {
+                    name: value if name in SAMPLE_NAMES else convert(value)
+                    for name, value in (sample.named or {}).items()
+                }
+                sample = sample._replace(ground_truth=convert(sample.ground_truth), named=named)
             copies = n if self.scorer.is_batch else 1
             outcome, *_ = self._pool.evaluate_all(Feed.of([sample] * copies))
-            return Example(what, text, outcome, function)
+            return sample.solution_str, outcome
 
-        return example_of(
-            own,
+        found = example_of(
+            own or [self.scorer.own],
             prompts,
             score,
+            function=function,
             prompt_key=self.prompt_key,
             reward_fn_key=self.reward_fn_key,
+            error_score=self.error_score,
             fails_always=is_check or not self.scorer.is_batch,
             is_judged=self._router is None,
         )
+        # a built-in scorer may expect a form of its own
+        return None if is_known and found.tried[0].value <= self.error_score else found
 
     def _own_functions(self) -> list[Function]:
         """Return the user's functions: the custom one, and those of parts."""

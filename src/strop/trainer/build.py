@@ -36,7 +36,7 @@ from strop.errors import Attempts, DataError, ModelError, raised_as
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
-from strop.rewards.base import Reward
+from strop.rewards.base import Example, Reward
 from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
 from strop.rewards.router import UnknownSourceError
@@ -317,7 +317,7 @@ _ROWS_WITH_ANSWERS = 1000
 """Rows, from the first, in which a ground truth is looked for."""
 
 
-def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[str, str]:
+def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[Example | None, str]:
     """Score the first row; see ``strop.rewards.example.score_first_row``."""
     config = trainer.config
     sampling = config.actor_rollout_ref.rollout
@@ -329,9 +329,10 @@ def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[str, s
 
 def report_reward(trainer: RayPPOTrainer) -> None:
     """Log the result of ``try_reward``, before any model loads; raises as it does."""
-    result, warning = try_reward(trainer, is_check=False)
-    if result:
-        logger.info("%s", result.splitlines()[-1])
+    found, warning = try_reward(trainer, is_check=False)
+    if found is not None:
+        scores = "; ".join(f"{one.response!r:.60} scores {one.in_words():.60}" for one in found.tried)
+        logger.info("reward of the first row: %s", scores)
     if warning:
         logger.warning("warning: %s", warning)
 
