@@ -12,6 +12,7 @@ import pytest
 import strop
 from strop.cli.completion import _Keys
 from strop.cli.main import _COMMANDS, main
+from strop.config.recipes import RECIPES
 from strop.trainer.evaluation import default_folder, settings
 
 from messages import Message, mentions
@@ -34,6 +35,15 @@ def inputs(tmp_path_factory):
     folder = make_inputs(tmp_path_factory.mktemp("inputs"))
     train(overrides(folder, folder / "run", "trainer.save_freq=2", "trainer.test_freq=1"))
     return folder
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])
+def test_help_of_runs_reads_no_schema(command):
+    code = NO_TORCH.replace("torch", "omegaconf").replace("transformers", "pydantic").replace("ray", "yaml")
+    code = code.format(arguments=[command, "--help"])
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert mentions(printed, f"strop {command} MODEL ", "--lr X", "status 0 imported []")
+    assert command != "train" or mentions(printed, "--reward FILE[:NAME]", *RECIPES)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["prepare", "--help"], ["nonsense"]])
@@ -105,17 +115,13 @@ def test_own_data_needs_no_batch_sizes_and_no_validation_files(inputs, tmp_path,
     )
     with caplog.at_level("INFO", "strop"):
         status = main([
-            "train", f"actor_rollout_ref.model.path={inputs}/model", f"data.train_files={tmp_path}/sums.csv",
-            "data.prompt_key=question", "data.answer_key=answer", f"data.cache_dir={inputs}/cache",
-            f"custom_reward_function.path={tmp_path}/reward.py", "algorithm.adv_estimator=grpo",
-            "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=8",
-            "data.max_response_length=4", "trainer.device=cpu", "trainer.total_training_steps=2",
-            f"trainer.default_local_dir={tmp_path}/run", "trainer.log_rollouts=False",
+            "train", f"{inputs}/model", "--n", "2", "data.prompt_key=question", f"{tmp_path}/sums.csv",
+            "data.answer_key=answer", f"data.cache_dir={inputs}/cache", "--reward", f"{tmp_path}/reward.py",
+            "actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=8", "data.max_response_length=4",
+            "trainer.device=cpu", "--steps", "2", "--out", f"{tmp_path}/run", "trainer.log_rollouts=False",
         ])  # fmt: skip
     assert status == 0
-    assert (
-        "data.train_batch_size=10: the default of 1024 is more than the 10 training rows" in caplog.messages
-    )
+    assert "data.train_batch_size=10: the default of 32 is more than the 10 training rows" in caplog.messages
     assert "no validation: data.val_files is not set" in caplog.messages
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [(step["step"], step["episode"]) for step in steps] == [(1, 10), (2, 20)]

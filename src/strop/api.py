@@ -23,8 +23,6 @@ __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
 
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
 
-_ESTIMATORS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}
-
 
 def train(
     model: str | Path | keys.TrainActorRolloutRefModel,
@@ -229,25 +227,21 @@ class _Given:
         return str(rows)
 
     def algorithm(self, algorithm: Any) -> None:
+        from strop.config.recipes import by_algorithm
+
         if isinstance(algorithm, Mapping):
             self.set("algorithm", algorithm)
         elif algorithm is not None:
-            self.set("algorithm.adv_estimator", _ESTIMATORS.get(algorithm, algorithm))
+            self.set("algorithm.adv_estimator", by_algorithm(algorithm)[1])
 
     def reward(self, reward: Reward) -> None:
         from strop.errors import ConfigError
-        from strop.trainer.evaluation import path_and_name
+        from strop.trainer.evaluation import reward_keys
 
         if reward is None:
             return
         if isinstance(reward, str | Path):
-            path, name = path_and_name(str(reward))
-            if path.endswith(".py"):
-                self.set("custom_reward_function.path", path)
-                self.set("custom_reward_function.name", name)
-            else:
-                self.set("reward_model.enable", True)
-                self.set("reward_model.model.path", str(reward))
+            self.values |= reward_keys(str(reward))
             return
         functions = list(reward) if isinstance(reward, list | tuple) else [reward]
         for function in functions:

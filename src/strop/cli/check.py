@@ -20,6 +20,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from strop.cli.options import in_options
 from strop.cli.train import add_train_arguments, load_arguments
 from strop.config.batch_plan import (
     MICRO_BATCHES,
@@ -89,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show a configuration; return 2 if there are errors, else 0."""
+    tree = TREES[arguments.command]
     try:
-        config, data, batch_in_words = load_arguments(TREES[arguments.command], arguments)
+        (config, data, batch_in_words), names = load_arguments(tree, arguments)
     except ConfigError as error:
         hint = _of_another_command(arguments)
         if not hint:
@@ -100,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = sizes_in_verl(config, version) if arguments.verl else []
     if sizes:
         arguments.overrides = [*sizes, *arguments.overrides]
-        config, data, batch_in_words = load_arguments(TREES[arguments.command], arguments)
+        (config, data, batch_in_words), names = load_arguments(tree, arguments)
     result = check(config, train_rows=data.train_rows)
     warnings, errors, scored = result.warnings, result.errors, None
     if errors:  # else all is built, which finds these and more
@@ -111,8 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     alone = " in the configuration alone: data and rewards are not read" if arguments.config_only else ""
     console.print(Text(f"{_verdict(warnings, errors)}{alone}", style="bold red" if errors else "bold green"))
-    console.print(Group(*(literal(f"error: {line}", "red") for line in errors)), end="")
-    console.print(Group(*(literal(f"warning: {line}", "yellow") for line in warnings)), end="")
+    console.print(Group(*(literal(in_options(f"error: {line}", names), "red") for line in errors)), end="")
+    console.print(
+        Group(*(literal(in_options(f"warning: {line}", names), "yellow") for line in warnings)), end=""
+    )
     if batch_in_words:
         console.print(literal(batch_in_words))
     if arguments.verl:

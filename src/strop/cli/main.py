@@ -23,45 +23,41 @@ class _Command(NamedTuple):
     examples: str
 
 
-_CONFIG = "strop.cli.train:add_config_arguments"
+_TREE = ("strop.cli.train:add_config_arguments", "strop.cli.train:run")
 _COMMANDS = {
     "train": _Command(
         "train a model",
         "strop.cli.train:add_train_arguments",
-        "strop.cli.train:run_train",
+        "strop.cli.train:run",
         """\
-strop train --recipe grpo actor_rollout_ref.model.path=MODEL data.train_files=sums.csv \\
-    data.prompt_key=question data.answer_key=answer custom_reward_function.path=my_reward.py \\
-    actor_rollout_ref.actor.optim.lr=1e-5
-strop train actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet \\
-    data.val_files=data/gsm8k/test.parquet algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
-strop train --config-path my.yaml trainer.default_local_dir=runs/first
+strop train MODEL sums.csv --reward my_reward.py data.prompt_key=question data.answer_key=answer
+strop train MODEL data/gsm8k/train.parquet --lr 1e-5 --out runs/first data.val_files=data/gsm8k/test.parquet
+strop train MODEL data/gsm8k/train.parquet --algorithm ppo --steps 100
+strop train --config my.yaml --out runs/second
+Without MODEL, DATA and recipe the defaults are those of verl: strop train key=value ...
 The same command again resumes from the last checkpoint. Keys: strop docs config""",
     ),
     "sft": _Command(
         "fine-tune a model on responses",
-        _CONFIG,
-        "strop.cli.train:run_sft",
+        *_TREE,
         """\
-strop sft model.path=MODEL data.train_files=answers.csv data.prompt_key=question data.response_key=answer
-strop sft model.path=MODEL data.train_files=answers.parquet update.optim.lr=1e-5 trainer.total_epochs=2
+strop sft MODEL answers.csv data.prompt_key=question data.response_key=answer
+strop sft MODEL answers.parquet --lr 1e-5 --out runs/sft trainer.total_epochs=2
 Keys: strop docs supervised_config""",
     ),
     "train-rm": _Command(
         "train a reward model on pairs of answers",
-        _CONFIG,
-        "strop.cli.train:run_train_rm",
+        *_TREE,
         """\
-strop train-rm model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
+strop train-rm MODEL pairs.parquet data.val_files=held_out.parquet
 Keys: strop docs supervised_config""",
     ),
     "dpo": _Command(
         "train a model on preferred and rejected answers (DPO, IPO, SimPO, ORPO and others)",
-        _CONFIG,
-        "strop.cli.train:run_dpo",
+        *_TREE,
         """\
-strop dpo model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
-strop dpo model.path=MODEL data.train_files=pairs.parquet update.loss=simpo
+strop dpo MODEL pairs.parquet data.val_files=held_out.parquet
+strop dpo MODEL pairs.parquet --lr 1e-6 update.loss=simpo
 Keys: strop docs supervised_config""",
     ),
     "check": _Command(
@@ -69,7 +65,8 @@ Keys: strop docs supervised_config""",
         "strop.cli.check:add_arguments",
         "strop.cli.check:run",
         """\
-strop check ...                       the arguments of strop train: sizes, memory, every error
+strop check MODEL DATA ...            the arguments of strop train: sizes, memory, every error
+strop check --command sft MODEL DATA  those of strop sft
 strop check --full ...                show all keys, not those alone that differ from the defaults
 strop check --config-only ...         do not read data sets and rewards""",
     ),
@@ -156,8 +153,8 @@ def _overview(arguments_of: str = "") -> argparse.ArgumentParser:
         description="Train language models with reinforcement learning.",
         epilog="strop COMMAND --help shows the arguments of a command, with examples.\n\nexamples:\n"
         "  strop prepare gsm8k --source path/to/gsm8k --out data/gsm8k\n"
-        "  strop check actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet ...\n"
-        "  strop view checkpoints/strop/NAME",
+        "  strop train MODEL data/gsm8k/train.parquet --out runs/first\n"
+        "  strop view runs/first",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"strop {__version__}")
@@ -205,7 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
     sys.path.insert(0, "")  # users' modules, named by import path, are in the current folder
     parser = _parser(name)
-    arguments = parser.parse_intermixed_args(argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(argv[1:])
+    if unknown:
+        if "unknown" not in arguments:  # of a command that has no keys to name
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        arguments.unknown = unknown
+    elif len(argv) == 1 and "unknown" in arguments:
+        parser.error("no model and no data")
     return run_command(lambda: load_backend(_COMMANDS[name].run)(arguments), debug=arguments.debug)
 
 

@@ -1,68 +1,152 @@
-"""``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model."""
+"""``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
+
+Arguments are those of the short form (MODEL DATA and options) and configuration keys, in any order. What a
+run needs is imported when it starts: help is printed at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+import os
+import re
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
-from strop.cli.options import log_to_console
-from strop.config.load import load_tree
-from strop.config.recipes import RECIPES
-from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Root, Tree
-from strop.trainer.commands import Loaded, fitted, train
+from strop.cli.options import in_options, log_to_console, naming_options
+from strop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from strop.config.trees import Root, Tree
+    from strop.trainer.commands import Loaded
 
 logger = logging.getLogger(__name__)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config-path``, ``--config-name`` and Hydra overrides."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the defaults")
-    parser.add_argument("--config-name", "-cn", help="your own YAML file, laid over the defaults")
-    parser.add_argument("--config-path", "-cp", help="the folder of that file, or the file itself")
-    parser.set_defaults(recipe=None)
+    """Add MODEL and DATA, the options of every kind of run, ``--config`` and Hydra overrides."""
+    add = parser.add_argument
+    parser.usage = (
+        f"{parser.prog} MODEL DATA [OPTION ...] [key=value ...]\n       {parser.prog} key=value ..."
+    )
+    parser.set_defaults(command=parser.prog.split()[-1], prog=parser.prog, unknown=(), recipe=None)
+    add(
+        "overrides", nargs="*", metavar="MODEL DATA key=value", help="and keys over the defaults, as in Hydra"
+    )
+    add("--lr", type=float, metavar="X", help="learning rate")
+    add("--steps", type=int, metavar="N", help="iterations of the run")
+    add("--out", metavar="DIR", help="run folder; the same command again resumes from it")
+    add("--config-path", "--config", "-cp", metavar="FILE", help="your own YAML, or its folder")
+    add("--config-name", "-cn", metavar="NAME", help="name of the file in that folder")
+    for name in ("model", "data"):  # refused, with the words to write
+        add(f"--{name}", dest=f"{name}_option", help=argparse.SUPPRESS)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a configuration, and ``--recipe``."""
+    """Add the arguments of ``add_config_arguments``, and those of reinforcement learning."""
     add_config_arguments(parser)
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help=f"values over the defaults and below your own: {', '.join(RECIPES)}, or your YAML file",
-    )
+    add = parser.add_argument
+    add("--reward", metavar="FILE[:NAME]", help="Python file with your reward function, or a reward model")
+    add("--algorithm", metavar="NAME", help="grpo, ppo, rloo, reinforce++, remax, or another estimator")
+    add("--n", type=int, metavar="N", help="responses to each prompt")
+    by_default = "; the algorithm's, or grpo, unless all is key=value"
+    add("--recipe", metavar="NAME", help=f"grpo, ppo or your YAML file: values below your own{by_default}")
 
 
-def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Root]:
-    """Return the configuration of a command line, see ``fitted``; ``ConfigError`` has all load errors."""
+def short_form(
+    tree: Tree, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], str | None, dict[str, str]]:
+    """Return the keys and the recipe that MODEL, DATA and options stand for, and names for messages.
 
-    def load(defaults: Mapping[str, Any]) -> Root:
-        return load_tree(
-            tree,
-            arguments.overrides,
-            config_name=arguments.config_name,
-            config_path=arguments.config_path,
-            recipe=arguments.recipe,
-            defaults=defaults,
+    The names are the arguments by the keys that they set; none if there are keys alone. Raises
+    ``ConfigError`` if the arguments do not fit together.
+    """
+    from strop.config.recipes import by_algorithm
+    from strop.config.trees import PPO
+    from strop.trainer.evaluation import reward_keys
+
+    words = [text for text in arguments.overrides if _is_word(text)]
+    given = {name: value for name in PPO.short if (value := getattr(arguments, name, None)) is not None}
+    given |= dict(zip(("model", "data"), words, strict=False))
+    labels = {name: f"--{name}" for name in tree.short} | {"model": "MODEL", "data": "DATA"}
+    written = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
+    names = {key: labels[name] for name, key in tree.short.items() if key not in written}
+    problems = [in_options(problem, names) for problem in _wrong_options(tree, arguments)]
+    problems += [f"--{name}: no option of strop {arguments.command}" for name in given if name not in labels]
+    problems += [
+        f"{labels[name]} and {key}=...: the same, given twice; leave one out"
+        for name, key in tree.short.items()
+        if name in given and key in written
+    ]
+    if len(words) > 2 and not problems:
+        problems.append(
+            f"expected MODEL and DATA, found {len(words)} words: {' '.join(words)}; for several files write "
+            f"{arguments.prog} {words[0]} {tree.short['data']}=[{','.join(words[1:])}]"
         )
+    if problems:
+        raise ConfigError(*problems)
+    recipe, keys = arguments.recipe, {tree.short[name]: value for name, value in given.items()}
+    if "algorithm" in tree.short and (words or arguments.algorithm):
+        of_algorithm, estimator = by_algorithm(arguments.algorithm)
+        recipe = recipe or of_algorithm
+        keys |= {tree.short["algorithm"]: estimator} if estimator else {}
+    if "reward" in given:
+        del keys[tree.short["reward"]]
+        keys |= (of_reward := reward_keys(given["reward"]))
+        names |= {**dict.fromkeys(of_reward, "--reward"), "custom_reward_function.name=": "--reward FILE:"}
+    return keys, recipe, names if given else {}
 
-    return fitted(load)
+
+def _is_word(text: str) -> bool:
+    """Return True for MODEL and DATA; ``~key`` removes a key, and the name of a folder may have a "="."""
+    return ("=" not in text and not re.fullmatch(r"~[^/]+", text)) or os.path.exists(text)
+
+
+def _wrong_options(tree: Tree, arguments: argparse.Namespace) -> Generator[str]:
+    """Yield what to write in the place of options that do not exist."""
+    from strop.config.keys import all_keys, unknown_key
+
+    model, data = arguments.model_option, arguments.data_option
+    if model or data:
+        yield f"--model and --data: write {arguments.prog} {model or 'MODEL'} {data or 'DATA'}"
+    for text in arguments.unknown:
+        name = text.lstrip("-").partition("=")[0].replace("-", "_")
+        if name in all_keys(tree.schema):
+            yield f"{text}: write {name}=VALUE"
+        elif text.startswith("-"):  # else its value
+            yield f"--{unknown_key(name, tree.schema)}"
+
+
+def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> tuple[Loaded[Root], dict[str, str]]:
+    """Return the configuration of a command line, see ``fitted``, and the names of ``short_form``.
+
+    ``ConfigError`` has all load errors.
+    """
+    from strop.config.load import load_tree
+    from strop.trainer.commands import fitted
+
+    keys, recipe, names = short_form(tree, arguments)
+    given = [text for text in arguments.overrides if not _is_word(text)]
+
+    options = {"config_name": arguments.config_name, "config_path": arguments.config_path, "recipe": recipe}
+    with naming_options(names):
+        return fitted(
+            lambda defaults: load_tree(tree, given, defaults=defaults, values=[keys], **options)
+        ), names
 
 
 NOT_UPLOADED = 3
 """Exit status of a run whose model is whole, but could not be uploaded."""
 
 
-def run(tree: Tree, arguments: argparse.Namespace) -> int:
-    """Train the kind of run that ``tree`` describes; return 0 or ``NOT_UPLOADED``."""
-    config, data, batch_in_words = load_arguments(tree, arguments)
-    log_to_console()
+def run(arguments: argparse.Namespace) -> int:
+    """Train the kind of run of the command; return 0 or ``NOT_UPLOADED``."""
+    from strop.config.trees import TREES
+    from strop.trainer.commands import train
+
+    (config, data, batch_in_words), names = load_arguments(TREES[arguments.command], arguments)
+    log_to_console(names)
     if batch_in_words:
         logger.info("%s", batch_in_words)
-    return 0 if train(config, data=data) else NOT_UPLOADED
-
-
-run_train, run_sft = partial(run, PPO), partial(run, SFT)
-run_train_rm, run_dpo = partial(run, REWARD_MODELLING), partial(run, DPO)
+    with naming_options(names):
+        return 0 if train(config, data=data) else NOT_UPLOADED

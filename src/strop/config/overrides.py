@@ -130,7 +130,7 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
     if path.is_file() and config_name is None:
         return path
     if not path.is_dir():
-        raise ConfigError(f"--config-path {config_path}: no such folder")
+        raise ConfigError(f"--config-path {config_path}: no such file or folder")
     file = path / f"{name}.yaml"
     if not file.is_file():
         found = ", ".join(sorted(other.name for other in path.glob("*.yaml"))) or "no YAML file"

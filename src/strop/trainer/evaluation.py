@@ -33,6 +33,7 @@ _SCORER = 'ForSequenceClassification"'
 
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
 _SECONDS_BETWEEN_LINES = 10.0
+_CUSTOM = "custom_reward_function"
 RESULTS = "results.json"
 
 
@@ -176,8 +177,7 @@ def settings(
     if reward_model is not None:
         keys |= {"reward_model.enable": True, "reward_model.model.path": reward_model}
     if custom_reward is not None:
-        path, name = path_and_name(custom_reward)
-        keys |= {"custom_reward_function.path": path, "custom_reward_function.name": name}
+        keys |= reward_keys(custom_reward)
     return keys
 
 
@@ -204,7 +204,10 @@ def free_folder(model: str) -> Path:
     return free
 
 
-def path_and_name(text: str) -> tuple[str, str]:
-    """Split a path or URL from the name of the function, which may follow a colon."""
-    path, colon, name = text.rpartition(":")
-    return (path, name) if colon and name.isidentifier() else (text, "compute_score")
+def reward_keys(reward: str) -> dict[str, Any]:
+    """Return the keys that choose a reward: ``FILE.py`` or ``FILE.py:NAME``, else a reward model."""
+    path, colon, name = reward.rpartition(":")
+    path, own = (path, {f"{_CUSTOM}.name": name}) if colon and name.isidentifier() else (reward, {})
+    if path.endswith(".py"):
+        return {f"{_CUSTOM}.path": path, **own}
+    return {"reward_model.enable": True, "reward_model.model.path": reward}

@@ -17,6 +17,14 @@ RECIPES = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.yaml
 """Name -> the shipped file."""
 
 
+_ESTIMATORS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}
+
+
+def by_algorithm(name: str | None) -> tuple[str, str | None]:
+    """Return the recipe of an algorithm, ``grpo`` if none has its name, and its estimator, if it is named."""
+    return name if name in RECIPES else "grpo", _ESTIMATORS.get(name or "", name)
+
+
 def read_recipe(recipe: str | Path, default_name: str) -> DictConfig:
     """Return the keys of a shipped recipe, or of the user's YAML file, with interpolations as they stand.
 
