@@ -173,7 +173,7 @@ def test_a_missing_argument_is_named_with_the_columns():
         function.require(["loesung"])
     assert "did you mean" not in str(raised.value)
     function = Function(lambda completions, answers: 1.0, "compute_score")
-    with pytest.raises(ConfigError, match=naming("'answers'", "docs/rewards.md")):
+    with pytest.raises(ConfigError, match=naming("'answers'", "strop docs rewards")):
         function.require(["answer"])
     Function(lambda response, answer, tokenizer=None: 1.0, "f").require(["answer"])
 

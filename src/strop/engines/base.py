@@ -239,7 +239,7 @@ def require_gpu(strategy: str) -> None:
 def learning_rate_factor(
     iteration: int, *, total: int, ratio: float, steps: int, first: int, style: str, min_ratio: float | None
 ) -> float:
-    """Return the factor of the learning rate at ``iteration`` (from 0) of ``total`` (docs/algorithms.md).
+    """Return the factor of the rate at ``iteration`` (from 0) of ``total`` (``strop docs algorithms``).
 
     Warm-up: (iteration - s + 1) / W over W iterations from s on: ``steps`` from the model's ``first`` update
     if 0 or more, else int(``ratio`` x total) from 0. After it: 1 (``constant``), a half cosine (``cosine``)

@@ -167,7 +167,7 @@ class Function:
         raise ConfigError(
             f"{self.where} needs {named}, and there is no such value or column"
             + f"{hint}. It can take the columns {', '.join(sorted(columns))}, and response, prompt, "
-            "ground_truth and others (docs/rewards.md). Rename the parameter, or give it a default"
+            "ground_truth and others (strop docs rewards). Rename the parameter, or give it a default"
         )
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
