@@ -24,14 +24,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from test_tracking_samples import Letters
 
 from strop.cli.main import main
 from strop.errors import DataError
+from strop.page.files import RunFiles
+from strop.page.server import PageServer
 from strop.protocol import DataProto
 from strop.tracking.machine import record_start
-from strop.tracking.page.files import RunFiles
-from strop.tracking.page.server import PageServer
 from strop.tracking.samples import TOKEN_TEXTS, write_samples
 
 from browser import CHROMIUM, DRIVER, Browser
@@ -218,6 +219,65 @@ def test_metrics_are_read_again_when_the_run_has_written(tmp_path):
     assert dict(zip(new["names"], new["values"], strict=True))["bad"] == [None]
 
 
+def test_a_run_says_where_it_stands(tmp_path):
+    def stands(step: int, *starts: int) -> dict:
+        lines = [{"step": at, "time/from_scratch": 10.0 * at} for at in range(1, step + 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [json.dumps({"step": start, "steps": 40}) + "\n" for start in starts]
+        (tmp_path / "machine.jsonl").write_text("".join(lines))
+        return RunFiles(tmp_path).summary()
+
+    assert stands(12)["state"]["text"] == "step 12"  # of an earlier version
+    assert stands(12, 0)["state"]["text"] == "died at step 12 of 40, nothing saved"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
+    assert stands(12, 0)["state"]["text"] == "died at step 12 of 40, step 10 saved"
+    assert stands(10, 0)["state"]["text"] == "stopped at step 10 of 40, saved"
+    assert stands(40, 0)["state"]["text"] == "finished, 40 steps"
+    with FileLock(tmp_path / ".lock"):
+        found = stands(12, 0)
+        assert found["state"] == {"text": "running, step 12 of 40", "of": 40}
+    assert stands(30, 0, 10, 25, 20)["resumed"] == [10, 20]  # from 20 on, what followed 25 was replaced
+
+
+def test_a_browser_names_noise_and_the_time_left(browser, tmp_path):
+    (tmp_path / "validation").mkdir()
+    for step, value in ((0, 0.2), (10, 0.62), (20, 0.6)):
+        score = {"value": value, "low": value - 0.05, "high": value + 0.05}
+        report = {"n": 1, "sources": {"sums": {"scores": {"mean@1": score}}}}
+        (tmp_path / "validation" / f"step_{step:06d}.json").write_text(json.dumps(report))
+    lines = [{"step": step, "time/from_scratch": 3600.0 * step} for step in range(1, 21)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "machine.jsonl").write_text('{"step": 0, "steps": 40}\n')
+    with FileLock(tmp_path / ".lock"), serving(tmp_path) as server:
+        browser.open(f"{server.url}#validation")
+        browser.until("document.body.innerText.includes('beyond noise')")
+        text = browser.text()
+        assert mentions(text, "Last 0.600 at step 20; first 0.200 at step 0: the last is +0.400 from it")
+        assert mentions(text, "best 0.620 at step 10: no difference beyond noise")
+        assert mentions(text, "running, step 20 of 40, about 20 h left")
+        assert browser.errors() == []
+
+
+def test_a_browser_draws_intervals_resumes_and_zeros(browser, tmp_path):
+    lines = [{"step": step, "critic/score/mean": 0.0, "val/test_score/a": 0.5} for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "machine.jsonl").write_text('{"step": 0, "steps": 4}\n{"step": 2, "steps": 4}\n')
+    (tmp_path / "validation").mkdir()
+    report = f'{{"n": 1, "sources": {{"a": {{"scores": {{"mean@1": {SCORE}}}}}}}}}'
+    (tmp_path / "validation" / "step_000002.json").write_text(report)
+    with serving(tmp_path) as server:
+        browser.open(server.url)
+        browser.until("drawn.size === 2")
+        assert "dashed: where a run was resumed" in browser.text()
+        assert "95 % interval" in browser.text()
+        plots = "return [...drawn].map((plot) => [plot.scales.y.min, plot.scales.y.max, plot.data.length])"
+        reward, validation = browser.run(plots)
+        assert reward == [0, 1, 2]
+        assert validation[0] < 0.25
+        assert validation[1:] == [pytest.approx(0.8, abs=0.1), 4]  # with both ends of the interval
+        assert browser.errors() == []
+
+
 def test_a_browser_shows_names_of_one_number_once(browser, tmp_path):
     lines = [
         {"step": step, "critic/score/mean": step / 4, "objective/scores": step / 4} for step in (1, 2, 3)
@@ -357,7 +417,7 @@ def test_the_report_has_no_credential(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
     monkeypatch.setattr("sys.argv", ["strop", "train", "--api-key", "Swordfish", "n=4"])
-    record_start(tmp_path, step=0)
+    record_start(tmp_path, step=0, steps=4)
     assert "Swordfish" not in (tmp_path / "machine.jsonl").read_text()
     start = {"command": ["strop", "train", "password=Swordfish"]}  # as earlier versions wrote it
     (tmp_path / "machine.jsonl").write_text(json.dumps(start) + "\n")
@@ -448,7 +508,9 @@ def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_pat
     main(["report", str(run_dir), "-o", str(tmp_path / "run.html"), "--samples", "100"])
     for url in (server.url, (tmp_path / "run.html").as_uri()):
         browser.open(f"{url}#samples")
-        browser.until("document.querySelectorAll('.list li').length >= 30")
+        browser.until("document.querySelectorAll('.list summary').length === 16")  # one line a prompt
+        browser.run("document.querySelectorAll('.list summary').forEach((line) => line.click())")
+        browser.until("document.querySelectorAll('.list details a .response').length === 32")
         shown = browser.text()
         for text in HOSTILE:
             assert re.sub(r"\s+", " ", text) in re.sub(r"\s+", " ", shown)
@@ -475,7 +537,7 @@ def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_pat
 
 def test_bars_of_a_histogram_of_lengths_hold_equally_many_of_them(server, browser):
     browser.open(f"{server.url}#samples")
-    browser.until("document.querySelectorAll('.list li').length >= 30")
+    browser.until("document.querySelectorAll('.list li').length === 16")
     script = (
         "const bars = [...histogram('', arguments[0]).querySelectorAll('rect')];"
         "return bars.map((bar) => bar.textContent)"

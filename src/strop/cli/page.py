@@ -29,8 +29,8 @@ def add_web_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve_page(folders: Sequence[str], *, host: str, port: int | None, token: str | None) -> int:
     """Serve until Ctrl-C."""
-    from strop.tracking.page.files import RunFiles
-    from strop.tracking.page.server import open_server
+    from strop.page.files import RunFiles
+    from strop.page.server import open_server
 
     runs = [RunFiles(Path(expand(folder)), may_be_new=True) for folder in folders]
     with open_server(runs, host=host, port=port, token=token) as server:
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page of the runs as one file."""
-    from strop.tracking.page.files import RunFiles
-    from strop.tracking.page.one_file import write_report
+    from strop.page.files import RunFiles
+    from strop.page.one_file import write_report
 
     for name in ("steps", "samples"):
         if getattr(args, name) < 0:

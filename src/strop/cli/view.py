@@ -92,10 +92,15 @@ def run(args: argparse.Namespace) -> int:
     logged, chosen = {step["step"]: step for step in steps}, args.step
     if args.best and (chosen := best_step(run_dir, logged)) is None:
         raise DataError(f"{run_dir}: no iteration was validated (trainer.test_freq)")
-    shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics, logged.get(chosen))]
+    from strop.page.files import RunFiles  # pyarrow
+
+    shown: list[RenderableType] = [
+        literal(RunFiles(run_dir).state()["text"]),
+        _metrics_table(run_dir, steps, args.metrics, logged.get(chosen)),
+    ]
     if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
         shown.append(_validation_table(steps))
-    from strop.tracking.samples import find_step, step_file, steps_with_file  # pyarrow
+    from strop.tracking.samples import find_step, step_file, steps_with_file
 
     folder = run_dir / ("validation" if args.validation or args.best else "rollouts")
     if not steps_with_file(folder) and chosen in logged:  # a run that generates nothing

@@ -20,7 +20,6 @@ ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 """Names of the attention layers of most families, for `target_modules`."""
 METRICS_FILE = "metrics.jsonl"
 """Every run folder has it, from the first step on."""
-_RUNS_NAMED = 5
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
 _SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")
@@ -86,15 +85,14 @@ def runs_near(path: str | Path) -> str:
     found: dict[str, float] = {}
     for places in ([Path(path)], [Path(path).parent, Path(), Path("runs"), Path("checkpoints")]):
         for file in (
-            file for place in places for up in ("*", "*/*") for file in place.glob(f"{up}/{METRICS_FILE}")
+            file for up in ("*", "*/*") for place in places for file in place.glob(f"{up}/{METRICS_FILE}")
         ):
             with contextlib.suppress(OSError):
-                found[os.path.relpath(file.parent)] = file.stat().st_mtime
+                found[os.path.relpath(file.parent)] = -file.stat().st_mtime
         if found:
             break
-    runs = sorted(found, key=lambda run: -found[run])
-    more = f" and {len(runs) - _RUNS_NAMED} others" if len(runs) > _RUNS_NAMED else ""
-    return f"; runs near it: {', '.join(runs[:_RUNS_NAMED])}{more}" if runs else ""
+    runs = [*sorted(found, key=lambda run: found[run])[:5], *(["..."] if len(found) > 5 else [])]
+    return f"; runs near it: {', '.join(runs)}" if runs else ""
 
 
 class HubSplit(NamedTuple):

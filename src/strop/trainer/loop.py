@@ -93,7 +93,10 @@ class Run(ABC):
             self.folder.archive_later_model(trainer.global_step)
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
-            self.write(lambda path: record_start(path, step=trainer.global_step), self.folder.path)
+            steps = {"step": trainer.global_step, "steps": trainer.global_step}
+            if not settings.val_only:
+                steps["steps"] = trainer.total_steps
+            self.write(lambda path: record_start(path, **steps), self.folder.path)
             if self.publication is not None:
                 self.write(self.publication.write, self.folder.path)
         self.tracking = Tracking(

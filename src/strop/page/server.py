@@ -23,8 +23,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from strop.errors import ConfigError, DataError, in_one_line
-from strop.tracking.page import SCRIPTS, STATIC, STYLES
-from strop.tracking.page.files import RunFiles
+from strop.page import SCRIPTS, STATIC, STYLES
+from strop.page.files import RunFiles
 
 DEFAULT_PORT = 8390
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}

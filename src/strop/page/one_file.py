@@ -13,8 +13,8 @@ import numpy as np
 
 from strop.errors import DataError
 from strop.files import atomic_write_text
-from strop.tracking.page import SCRIPTS, STATIC, STYLES
-from strop.tracking.page.files import KINDS, RunFiles
+from strop.page import SCRIPTS, STATIC, STYLES
+from strop.page.files import KINDS, RunFiles
 
 
 def write_report(path: Path, runs: Sequence[RunFiles], *, steps: int, samples: int) -> int:

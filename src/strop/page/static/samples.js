@@ -1,9 +1,9 @@
 "use strict";
-// The samples of a step: distributions, search, order, one line per sample or per prompt.
+// The samples of a step: distributions, search, order, one line per prompt.
 
 const PER_PAGE = 50;
 const KIND_NAMES = { rollouts: "training", validation: "validation" };
-const list = { sort: "row", search: "", source: "", by: "samples", page: 0 };
+const list = { sort: "row", search: "", source: "", page: 0 };
 
 /** Return which samples the address names: run, kind and step, the newest step unless it says another. */
 function placeOf(parameters) {
@@ -48,7 +48,6 @@ async function samplesView(parameters) {
     })),
     sources.length > 1 && select("Source", [["", "all"], ...sources.map((name) => [name, visible(name)])], list.source,
       (value) => { list.source = value; list.page = 0; update(); }) || "",
-    select("List", [["samples", "samples"], ["prompts", "prompts, with their group"]], list.by, (value) => { list.by = value; list.page = 0; update(); }),
     select("Order", [["row", "as written"], ["-score", "highest score"], ["score", "lowest score"], ["-length", "longest"],
       ["length", "shortest"], ["-spread", "score differs most in group"]], list.sort, (value) => { list.sort = value; list.page = 0; update(); }));
   await update();
@@ -89,17 +88,15 @@ async function fillResults(results, place, table) {
   const key = { score: (row) => scores[row] ?? -Infinity, length: (row) => table.length[row],
     spread: (row) => spread.get(uids ? uids[row] : String(row)), row: (row) => row }[list.sort.replace("-", "")];
   const sign = list.sort.startsWith("-") ? -1 : 1;
-  const byMean = (own) => mean(own.map(key));
-  const entries = list.by === "prompts"
-    ? [...groups.values()].sort((a, b) => sign * (byMean(a) - byMean(b)))
-    : rows.sort((a, b) => sign * (key(a) - key(b)) || a - b).map((row) => [row]);
+  const order = (a, b) => sign * (key(a) - key(b)) || a - b;
+  const entries = [...groups.values()].map((own) => own.sort(order)).sort((a, b) => order(a[0], b[0]));
   const pages = Math.max(Math.ceil(entries.length / PER_PAGE), 1);
   list.page = Math.min(list.page, pages - 1);
   const shown = entries.slice(list.page * PER_PAGE, (list.page + 1) * PER_PAGE);
   const records = await source.rows(place.run.number, place.kind, place.step, shown.map((own) => own[0]), false);
   if (results.asked !== asked) return;
   const page = (to, label, name) => el("button", { type: "button", "aria-label": name, disabled: to < 0 || to >= pages, onclick: () => { list.page = to; fillResults(results, place, table); } }, label);
-  const count = list.by === "prompts" ? `${groups.size.toLocaleString("en")} prompts, ${rows.length.toLocaleString("en")} samples` : `${rows.length.toLocaleString("en")} samples`;
+  const count = `${groups.size.toLocaleString("en")} prompts, ${rows.length.toLocaleString("en")} samples`;
   const all = table.of ?? table.rows;
   results.replaceChildren(
     el("div", { class: "histograms" },
@@ -110,17 +107,34 @@ async function fillResults(results, place, table) {
     el("ol", { class: "list" }, shown.map((own, i) => lineOf(records[i], own, place, table, scores))));
 }
 
+/** Return the line of a prompt: its one sample, or several, which a click unfolds. */
 function lineOf(record, rows, place, table, scores) {
-  const group = list.by === "prompts";
+  const uid = el("span", { class: "uid" }, visible(record.uid ?? record.row));
+  const question = [el("span", { class: "prompt" }, excerpt(record.prompt, 140, true)),
+    el("span", { class: "truth" }, record.ground_truth === null ? "" : el("small", {}, "truth "), excerpt(record.ground_truth, 60))];
+  if (rows.length === 1) return el("li", {}, sampleLine(record, place, uid, ...question));
   const cut = table.columns.get("truncated");
-  const marks = group
-    ? el("span", { class: "chips" }, rows.slice(0, 16).map((row) => el("i", { title: `score ${short(scores[row])}`, class: cut?.[row] ? "cut" : "" }, short(scores[row]))))
-    : el("span", { class: "facts" }, el("b", {}, short(record.score)), el("span", {}, `${table.length[rows[0]]} tokens`),
-      record.truncated ? el("em", {}, "cut") : "", record.reward_failed ? el("em", {}, "not scored") : "");
-  return el("li", {}, el("a", { href: addressOf(place, { row: record.row, show: group ? "group" : "sample" }) },
-    el("span", { class: "uid" }, visible(record.uid ?? record.row)), marks,
-    el("span", { class: "prompt" }, excerpt(record.prompt, 140, true)),
-    group ? "" : el("span", { class: "response" }, excerpt(record.response_with_special_tokens || record.response, 140))));
+  const chips = el("span", { class: "chips" }, rows.slice(0, 16).map((row) => el("i", { title: `score ${short(scores[row])}`, class: cut?.[row] ? "cut" : "" }, short(scores[row]))));
+  const middle = `mean ${short(mean(rows.map((row) => scores[row])))}, ${short(mean(rows.map((row) => table.length[row])))} tokens`;
+  return el("li", {}, el("details", { ontoggle: (event) => event.target.open && unfold(event.target, rows, place) },
+    el("summary", {}, uid, chips, ...question, el("span", { class: "response quiet" }, middle))));
+}
+
+function sampleLine(record, place, uid, ...question) {
+  return el("a", { href: addressOf(place, { row: record.row, show: "sample" }) }, uid,
+    el("span", { class: "facts" }, el("b", {}, short(record.score)), el("span", {}, `${short(record.length)} tokens`),
+      record.truncated ? el("em", {}, "cut") : "", record.reward_failed ? el("em", {}, "not scored") : ""),
+    ...question,
+    el("span", { class: question.length ? "response" : "response wide" }, excerpt(record.response_with_special_tokens || record.response, 140)));
+}
+
+/** Add the samples of a prompt to its line, when it is first opened. */
+async function unfold(details, rows, place) {
+  if (details.querySelector("a")) return;
+  const records = await source.rows(place.run.number, place.kind, place.step, rows.slice(0, 64), false);
+  if (details.querySelector("a")) return;
+  details.append(...records.map((record) => sampleLine(record, place, el("span", { class: "uid" }, `row ${record.row}`))),
+    el("a", { href: addressOf(place, { row: rows[0], show: "group" }) }, el("span", { class: "wide uid" }, "side by side, token by token")));
 }
 
 /** Draw quantiles of scores and lengths at each step, when they are first opened. */

@@ -32,7 +32,8 @@ function curvesView() {
         type: "search", placeholder: "main ones; type a part of a name", value: curveSettings.find,
         oninput: (event) => { curveSettings.find = event.target.value; redraw(); },
       })),
-      el("span", { class: "quiet hint" }, "drag to zoom, double-click to reset")),
+      el("span", { class: "quiet hint" }, "drag to zoom, double-click to reset",
+        shown.some((run) => run.summary.resumed.length) ? "; dashed: where a run was resumed" : "")),
     panels);
   redraw();
   return view;
@@ -77,6 +78,7 @@ function panelOf(panel, shown) {
       if (curves.some((other) => other.run === run && String(other.y) === String(y))) continue;
       curves.push({
         run, x: at.map((i) => (time ? time[i] : run.metrics.steps[i])), y,
+        interval: intervalOf(run, name, at.map((i) => run.metrics.steps[i])),
         label: visible(shown.length > 1 ? `${run.name}${panel.curves.length > 1 ? `, ${label}` : ""}` : label),
         colour: COLOURS[(shown.length > 1 ? run.number : own) % COLOURS.length],
         dash: shown.length > 1 ? DASHES[own % DASHES.length] : [],
@@ -85,8 +87,24 @@ function panelOf(panel, shown) {
     }
   }
   if (!curves.length) return null;
+  const lines = curves.flatMap((curve) => withMean(curve, curveSettings.smooth === "" ? null : Number(curveSettings.smooth)));
+  const bands = [];
+  for (const curve of curves.filter(({ interval }) => interval)) {
+    const edge = (key) => lines.push({ ...curve, y: curve.interval.map((one) => one?.[key] ?? null), faint: true, width: 0, points: false });
+    bands.push({ series: [edge("high"), edge("low")], fill: `${style(curve.colour)}28` });
+  }
+  const marks = shown.flatMap((run) => run.summary.resumed.map((step) => {
+    const at = run.metrics.steps.indexOf(step);
+    return curveSettings.axis === "step" ? step : run.metrics.values.get(curveSettings.axis)?.[at];
+  }).filter((x) => x));
   return el("section", { class: "panel" },
-    el("h2", {}, visible(panel.title), el("small", {}, panel.unit)), chart(
-    curves.flatMap((curve) => withMean(curve, curveSettings.smooth === "" ? null : Number(curveSettings.smooth))),
-    { x: curveSettings.axis === "step" ? "step" : "seconds", limits: panel.limits }));
+    el("h2", {}, visible(panel.title), el("small", {}, panel.unit, bands.length ? ", 95 % interval" : "")),
+    chart(lines, { x: curveSettings.axis === "step" ? "step" : "seconds", limits: panel.limits, bands, marks }));
+}
+
+/** Return the interval of a validation score at each step, null where it has none; null for other metrics. */
+function intervalOf(run, name, steps) {
+  if (!name.startsWith("val/test_score/")) return null;
+  const scores = new Map(run.reports.map(({ step, sources }) => [step, Object.values(sources[name.slice(15)]?.scores ?? {})[0]]));
+  return steps.map((step) => scores.get(step) ?? null);
 }

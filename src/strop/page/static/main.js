@@ -17,7 +17,7 @@ function drawFrame() {
     el("a", { href: `#${key}`, class: key === name ? "on" : "", "aria-current": key === name ? "page" : null }, label)));
   const chips = state.runs.length < 2 ? [] : state.runs.map((run) => el("label", { class: "chip" },
     el("input", { type: "checkbox", checked: run.shown, onchange: (event) => { run.shown = event.target.checked; show(); } }),
-    el("i", { style: { background: style(COLOURS[run.number % COLOURS.length]) } }), visible(run.name)));
+    el("i", { style: { background: style(COLOURS[run.number % COLOURS.length]) } }), visible(run.name), el("small", {}, standing(run))));
   document.getElementById("runs").replaceChildren(...chips);
   document.title = `${state.runs.map((run) => visible(run.name)).join(", ")} · strop`;
 }
@@ -45,6 +45,7 @@ async function readRun(run, summary) {
   run.summary = summary;
   let found = await source.metrics(run.number, last - 1); // the last step may have got its validation
   if (found.last < last) found = await source.metrics(run.number, -1); // it resumed from an earlier step
+  run.reports = await source.validation(run.number);
   run.metrics = addSteps(found.steps.length && found.steps[0] <= (run.metrics?.steps[0] ?? -1) ? null : run.metrics, found);
 }
 
@@ -56,9 +57,31 @@ function describe() {
   const step = Math.max(...state.runs.map((run) => run.summary.last));
   if (step < 0) return tell("no step yet");
   const newest = Math.max(...state.runs.map((run) => run.summary.written ?? 0));
-  const age = Math.max(Math.round(Date.now() / 1000 - newest), 0);
-  const when = age < 90 ? `${age} s` : age < 5400 ? `${Math.round(age / 60)} min` : age < 172800 ? `${Math.round(age / 3600)} h` : `${Math.round(age / 86400)} days`;
-  tell(source.live ? `step ${step}, written ${when} ago` : `step ${step}`);
+  const where = state.runs.length > 1 ? `step ${step}` : standing(state.runs[0]);
+  tell(source.live ? `${where}, written ${duration(Date.now() / 1000 - newest)} ago` : where);
+}
+
+function duration(seconds) {
+  const whole = Math.max(Math.round(seconds), 0);
+  return whole < 90 ? `${whole} s` : whole < 5400 ? `${Math.round(whole / 60)} min` : whole < 172800 ? `${Math.round(whole / 3600)} h` : `${Math.round(whole / 86400)} days`;
+}
+
+/** Return when a running run will end, in ms, at the pace of its last 50 steps; null if it is not known. */
+function endOf({ summary, metrics }) {
+  const time = metrics.values.get("time/from_scratch") ?? [];
+  const known = metrics.steps.map((step, i) => [step, time[i] ?? null]).filter(([, seconds]) => seconds !== null).slice(-50);
+  if (!summary.state.of || known.length < 2) return null;
+  const [first, then] = known[0], [last, now] = known.at(-1);
+  return 1000 * (summary.written + ((summary.state.of - last) * (now - then)) / (last - first));
+}
+
+/** Return where a run stands, as "running, step 12 of 40, about 3 min left (18:05)". */
+function standing(run) {
+  const { text } = run.summary.state, end = endOf(run);
+  if (!end || !source.live) return text;
+  const at = new Date(end), now = Date.now();
+  const day = at - now > 72e6 ? { weekday: "short" } : {};
+  return `${text}, about ${duration((at - now) / 1000)} left (${at.toLocaleString([], { ...day, hour: "2-digit", minute: "2-digit" })})`;
 }
 
 /** Read what runs have written meanwhile; redraw where it is shown whole and nobody is in the midst of a zoom. */
@@ -72,8 +95,10 @@ async function poll() {
         await readRun(run, summary);
         isNew = true;
       }
+      run.summary = summary; // a run may end without a new step
     }
     describe();
+    if (!document.activeElement?.closest("#runs")) drawFrame();
     const { name } = route();
     const zoomed = [...drawn].some((plot) => plot.scales.x.min > plot.data[0][0] || plot.scales.x.max < plot.data[0].at(-1));
     if (isNew && name === "validation") await show();

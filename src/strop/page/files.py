@@ -8,6 +8,7 @@ outside the run folder is read, also not through a symbolic link.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import math
@@ -21,9 +22,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
+from strop.checkpoint.folder import FINAL_MODEL, iteration_of, latest_step
 from strop.columns import TOKEN_COLUMNS
-from strop.errors import DataError
+from strop.errors import CheckpointError, DataError
 from strop.redaction import redacted, redacted_text
+from strop.results import Run
 from strop.tracking.curves import drawn_panels
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
@@ -96,6 +99,8 @@ class RunFiles:
         return {
             "name": self.folder.name,
             "folder": str(self.folder),
+            "state": self.state(),
+            "resumed": self._resumed(),
             "last": max((step["step"] for step in steps), default=-1),
             "written": _changed(self.folder / METRICS_FILE),
             "panels": [
@@ -111,18 +116,57 @@ class RunFiles:
             "steps": {kind: self.steps(kind) for kind in KINDS},
         }
 
-    def facts(self) -> dict[str, Any]:
-        """Return the configuration as text, and the machine and versions of each start."""
-        config, machine = "", ""
-        with contextlib.suppress(OSError, DataError), open(self._inside("config.yaml"), "rb") as file:
-            config = file.read(_CONFIG_BYTES).decode(errors="replace")
+    def state(self) -> dict[str, Any]:
+        """Return where the run stands, as ``text``, and of a running one the number of its steps, ``of``."""
+        steps, starts = self.steps_logged(), self.starts()
+        last, total = steps[-1]["step"] if steps else None, starts[-1].get("steps") if starts else None
+        if last is None or not isinstance(total, int):  # an earlier version writes no total
+            return {"text": "no step yet" if last is None else f"step {last}", "of": None}
+        if self._is_running():
+            return {"text": f"running, step {last} of {total}", "of": total}
+        saved = iteration_of(self.folder / FINAL_MODEL) or 0
+        with contextlib.suppress(CheckpointError):
+            saved = max(saved, latest_step(self.folder) or 0)
+        if last >= total:
+            return {"text": f"finished, {last} steps", "of": None}
+        kept = "saved" if saved == last else f"step {saved} saved" if saved else "nothing saved"
+        return {
+            "text": f"{'stopped' if saved == last else 'died'} at step {last} of {total}, {kept}",
+            "of": None,
+        }
+
+    def _is_running(self) -> bool:
+        """Return True if a process holds the run's lock."""
+        with contextlib.suppress(OSError, DataError), open(self._inside(".lock")) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return isinstance(error, BlockingIOError)  # others: a file system without locks
+        return False
+
+    def _resumed(self) -> list[int]:
+        """Return the steps after which the run was resumed, less those that a later start went back over."""
+        steps = [start["step"] for start in self.starts() if isinstance(start.get("step"), int)]
+        return sorted({step for at, step in enumerate(steps) if 0 < step <= min(steps[at:])})
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Return the machine and versions of each start, in order."""
+        machine = ""
         with contextlib.suppress(OSError, DataError):
             machine = self._inside(MACHINE_FILE).read_text(errors="replace")
-        starts = []
-        for line in machine.splitlines():
-            if isinstance(start := _plain_json(line), dict):
-                starts.append(redacted(start))
-        return {"config": _published(config), "starts": starts}
+        found = map(_plain_json, machine.splitlines())
+        return [redacted(start) for start in found if isinstance(start, dict)]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the configuration as text, the trained model's path, and what ``starts`` returns."""
+        config = ""
+        with contextlib.suppress(OSError, DataError), open(self._inside("config.yaml"), "rb") as file:
+            config = file.read(_CONFIG_BYTES).decode(errors="replace")
+        try:
+            model = str(Run(self.folder).model_path)
+        except CheckpointError as error:  # none yet, or in shards
+            model = str(error)
+        return {"config": _published(config), "model": model, "starts": self.starts()}
 
     def validation(self) -> list[dict[str, Any]]:
         """Return the report of each validation (``validation/step_*.json``) with its ``step``.

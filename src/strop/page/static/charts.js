@@ -42,7 +42,7 @@ function joined(curves) {
   })];
 }
 
-/** Return a chart in a box that fills its column; `options`: x (its label), height, limits, bands. */
+/** Return a chart in a box that fills its column; `options`: x (its label), height, limits, bands, marks (of x). */
 function chart(curves, options = {}) {
   const box = el("div", { class: "chart" });
   box.height = options.height ?? 190;
@@ -61,7 +61,8 @@ function chart(curves, options = {}) {
     const plot = new uPlot({
       width: box.clientWidth || 320, height: box.height, series: [{ label: options.x ?? "step" }, ...series],
       cursor: { sync: { key: cursors.key }, points: { size: 7 } },
-      scales: { x: { time: false }, y: options.limits ? { range: options.limits } : {} },
+      scales: { x: { time: false }, y: { range: options.limits ?? rangeOf } },
+      hooks: { drawAxes: [(self) => drawMarks(self, options.marks ?? [])] },
       bands: options.bands ?? [],
       axes: [axis, { ...axis, size: 52, values: (self, ticks) => ticks.map((tick) => short(tick)) }],
       legend: { live: true },
@@ -71,6 +72,27 @@ function chart(curves, options = {}) {
     grown.observe(box);
   });
   return box;
+}
+
+/** Return the ends of an axis as uPlot does, and 0 to 1 for a curve that is 0 throughout. */
+function rangeOf(self, low, high) {
+  if (low === null) return [null, null];
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = style("--quiet");
+  ctx.setLineDash([4, 4]);
+  for (const mark of marks.filter((x) => x >= plot.scales.x.min && x <= plot.scales.x.max)) {
+    const x = Math.round(plot.valToPos(mark, "x", true));
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
 }
 
 /** Return a histogram of numbers with its count, mean and ends. */
