@@ -69,6 +69,10 @@ def _logging_to(stream: Any) -> Generator[None]:
 def generators_kept() -> Generator[None]:
     """Restore the global random generators, which a run seeds for users' code."""
     import numpy as np
+
+    from strop.trainer.commands import say_loading
+
+    say_loading()
     import torch
 
     states = random.getstate(), np.random.get_state()

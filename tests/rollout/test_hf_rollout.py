@@ -155,6 +155,18 @@ def test_samples_are_reported_when_they_leave_the_batch(micro_batch_size):
     assert min(when for _, when in reported.values()) < len(steps)
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_progress_counts_every_sample_and_token(micro_batch_size):
+    rollout = rollout_of(tiny_lm("llama"), micro_batch_size=micro_batch_size)
+    counts = []
+    rollout.advanced = lambda done, tokens: counts.append((done, tokens))
+    params = SamplingParams(max_tokens=14, n=4, stop_token_ids=(7, 8, 9, 10))
+    answers = rollout.generate(prompts_of(LENGTHS, n=4), params).batch
+    done, tokens = map(sum, zip(*counts, strict=True))
+    assert (done, tokens) == (len(answers["responses"]), int(answers["response_mask"].sum()))
+    assert len(counts) > 3
+
+
 def test_ignore_eos_ignores_the_eos_and_no_other_stop_token():
     ends, others = tuple(range(30)), (40, 41, 42, 43)
     params = SamplingParams(max_tokens=20, n=4, ignore_eos=True, stop_token_ids=others)

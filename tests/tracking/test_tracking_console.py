@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from strop.tracking.base import RunInfo
-from strop.tracking.console import PlainLines
+from strop.tracking.console import FigureTable, PlainLines
 from strop.tracking.text import format_number, sparkline
 
 METRICS = {
@@ -61,6 +64,33 @@ def test_the_time_left_leaves_out_a_validation_before_training(capsys):
         now += took
         lines.log(step, {})
     assert capsys.readouterr().out.splitlines()[-1] == "step 103/300  eta 0:32:50"
+
+
+def test_progress_is_a_line_after_ever_longer_silences(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lines = PlainLines(run_info())
+    written = []
+    for second in range(1, 200):
+        now = float(second)
+        lines.log_progress(f"generate {second}")
+        if second == 40:
+            lines.log(1, {})
+        written += [second] * len(capsys.readouterr().out.splitlines())
+    assert written == [10, 30, 40, 80, 160]  # the line of a step ends a silence, too
+
+
+def test_progress_is_shown_below_the_bar_of_a_live_table():
+    live = FigureTable(run_info())
+    console = Console(width=100, record=True, file=io.StringIO())
+    live.log_progress("generate [12] of 64")
+    console.print(live.render())
+    live.log_progress("")
+    console.print(live.render())
+    bar, doing, later = console.export_text().splitlines()
+    assert doing == "generate [12] of 64"
+    assert bar.startswith("project / experiment")
+    assert later.startswith("project / experiment")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from strop.trainer.watches import SignalWatch, StallWatch, cut_answers
+from strop.trainer.watches import SignalWatch, StallWatch, cut_answers, equal_scores
 
 from messages import mentions
 
@@ -27,6 +27,14 @@ def test_it_warns_after_so_many_iterations_in_a_row_and_when_they_have_doubled()
     assert [number for number, step in enumerate(steps) if watch(step)] == [5, 8, 14]
     assert "all advantages are 0" in [watch(GOOD), watch(EQUAL_IN_GROUPS), SignalWatch(1)(EQUAL_IN_GROUPS)][2]
     assert "score 0" in SignalWatch(1)(FLAT)
+
+
+def test_equal_scores_are_shown_with_a_sample_and_what_they_mean():
+    sample = {"prompt": "1 + 2 =", "response": "x" * 1000, "ground_truth": "3", "score": 0.0}
+    lines = equal_scores(iteration((0.0, 0.0), (0.0, 0.0)), sample).splitlines()
+    assert mentions(lines[0], "score 0", "advantages", "gradient")
+    assert lines[1:] == ["  prompt: 1 + 2 =", f"  answer: {'x' * 200} ... {'x' * 200}", "  truth: 3"]
+    assert "advantages" not in equal_scores(FLAT, sample)  # a critic's differ
 
 
 def test_a_run_that_had_scored_names_its_rate():

@@ -80,8 +80,15 @@ Finished = Callable[[int, int, list[int]], None]
 samples, token ids including the stop token."""
 
 
+Advanced = Callable[[float, float], None]
+"""Callback of progress: samples that have become complete, and tokens sampled, since the last call."""
+
+
 class RolloutEngine(Protocol):
     """Generate responses. A new back-end is one class with these methods and an entry in ``ROLLOUTS``."""
+
+    advanced: Advanced
+    """Set before ``generate`` and ``finish``, which may call it for the samples that they wait for."""
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> RolloutEngine:

@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from threading import Lock
 from typing import Any, TextIO
@@ -86,12 +87,33 @@ class Tables:
         self.console.print(lengths_table(columns))
 
 
+class Occasionally:
+    """Write a line to ``stream`` after a silence of 10 s, then of 20 s, and so on, up to 10 minutes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._written, self._silence = stream, time.monotonic(), 10.0
+
+    def show(self, line: str) -> None:
+        """Write ``line`` if it is time to."""
+        if line and time.monotonic() - self._written >= self._silence:
+            self._silence = min(2 * self._silence, 600.0)
+            self.write(line)
+
+    def write(self, line: str) -> None:
+        """Write ``line`` at once."""
+        self._written = time.monotonic()
+        # flush: a file or pipe would get lines in blocks of 8 KiB
+        print(printable(line), file=self._stream, flush=True)
+
+
 class PlainLines(Tables):
     """``step 12/400  reward 0.53  kl 0.002  len 6.1  tok/s 2,004  eta 0:01:20``."""
 
     def __init__(self, run: RunInfo) -> None:
         self._total_steps = run.total_steps
         self._progress = step_progress(run)
+        self._lines = Occasionally(sys.stdout)
+        self.log_progress = self._lines.show
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
@@ -104,11 +126,21 @@ class PlainLines(Tables):
         eta = []
         if step < self._total_steps and left is not None:
             eta = [f"eta {timedelta(seconds=round(left))}"]
-        # flush: a file or pipe would get lines in blocks of 8 KiB
-        print(printable("  ".join([f"step {step}/{self._total_steps}", *parts, *eta])), flush=True)
+        self._lines.write("  ".join([f"step {step}/{self._total_steps}", *parts, *eta]))
 
     def close(self) -> None:
         """Do nothing: every line is already written."""
+
+
+@contextmanager
+def status_line() -> Generator[Callable[[str], None]]:
+    """Yield a function that shows a line on standard error until the body ends, or writes it now and then."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda line: status.update(literal(line))
+    else:
+        yield Occasionally(sys.stderr).show
 
 
 class FigureTable(Tables):
@@ -118,6 +150,11 @@ class FigureTable(Tables):
         self._progress = step_progress(run)
         self._history: defaultdict[str, list[float]] = defaultdict(list)
         self._lock = Lock()  # rich draws in a thread
+        self._doing = ""
+
+    def log_progress(self, line: str) -> None:
+        """Show ``line`` below the bar at the next refresh."""
+        self._doing = line
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the figures of ``step``; they appear at the next refresh."""
@@ -140,8 +177,9 @@ class FigureTable(Tables):
                 )
                 for label, values in self._history.items()
             ]
-            bar = self._progress.get_renderable()
-            return Group(bar, table("", ["", "now", "first", "course"], rows, align="lrrl")) if rows else bar
+            doing = [literal(self._doing)] if self._doing else []
+            figures = [table("", ["", "now", "first", "course"], rows, align="lrrl")] if rows else []
+            return Group(self._progress.get_renderable(), *doing, *figures)
 
 
 class LiveTable(FigureTable):
@@ -183,6 +221,12 @@ class NotebookTable(FigureTable):
         """Record the figures of ``step``, and show them unless the last change was a moment ago."""
         super().log(step, metrics)
         if time.monotonic() - self._drawn > 1 / REFRESHES_PER_S:
+            self._draw()
+
+    def log_progress(self, line: str) -> None:
+        """Show ``line`` unless the last change was a moment ago."""
+        super().log_progress(line)
+        if time.monotonic() - self._drawn > 2.0:
             self._draw()
 
     def close(self) -> None:

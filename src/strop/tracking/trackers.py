@@ -78,6 +78,10 @@ class Tracking:
         """Pass the report of a validation to the trackers that show it."""
         self._each(step, "log_validation", step, report)
 
+    def log_progress(self, line: str) -> None:
+        """Pass what the run is doing to trackers with this method; called in a thread, twice a second."""
+        self._each(0, "log_progress", line)
+
     def log_lengths(self, step: int, columns: Sequence[ColumnLengths]) -> None:
         """Pass the token lengths of the data sets to the trackers that show them."""
         self._each(step, "log_lengths", columns)

@@ -6,6 +6,7 @@ Configuration errors are raised before torch is imported.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -100,6 +101,7 @@ def train(
         logger.info("%s", rollout_in_words(config))
         if not config.data.val_files:
             logger.info("no validation: data.val_files is not set")
+    say_loading()
     return with_restarts(config, partial(train_once, rows=rows))
 
 
@@ -121,6 +123,12 @@ def build(
     return supervised.build(kind, config, with_weights=with_weights, rows=rows)
 
 
+def say_loading() -> None:
+    """Log that torch is loaded, which takes seconds, unless it is."""
+    if "torch" not in sys.modules:
+        logger.info("loading torch")
+
+
 def train_once(
     config: RootConfig,
     *,
@@ -138,6 +146,7 @@ def train_once(
             from strop.trainer.build import report_reward
 
             report_reward(trainer)
+        logger.info("loading the model")
         trainer.init_workers()
         trainer.fit()
         return not trainer.upload_failed

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +16,9 @@ from strop.config.paths import expand, is_url, may_be_a_hub_name, runs_near
 from strop.config.schema import Config
 from strop.errors import ConfigError, TrainingError
 from strop.files import atomic_write_text
-from strop.trainer.commands import require_valid
+from strop.trainer.commands import require_valid, say_loading
 
 if TYPE_CHECKING:
-    from strop.data.fetch import Advance
     from strop.data.sources import Rows
     from strop.tracking.report import ValidationReport
 
@@ -32,7 +29,6 @@ _SCORER = 'ForSequenceClassification"'
 
 
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
-_SECONDS_BETWEEN_LINES = 10.0
 _CUSTOM = "custom_reward_function"
 RESULTS = "results.json"
 
@@ -55,7 +51,8 @@ def evaluate(
             f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
         )
     require_valid(config, rows)
-    from strop.data.fetch import progress_bar  # torch and transformers: seconds
+    say_loading()
+    from strop.tracking.console import status_line
     from strop.tracking.samples import write_table
     from strop.trainer.build import build_trainer, report_reward
     from strop.trainer.run_folder import RunFolder
@@ -63,11 +60,11 @@ def evaluate(
     trainer = build_trainer(config, rows=rows)
     try:
         report_reward(trainer)
+        logger.info("loading the model")
         trainer.init_workers()
-        total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
         started = time.perf_counter()
-        with progress_bar("Answering", total) as advance:
-            samples = trainer.validator.samples(trainer.timer, progress=_Progress(advance, total))
+        with status_line() as show, trainer.progress.shown(show), trainer.timer.phase("testing"):
+            samples = trainer.validator.samples(trainer.timer)
         seconds = time.perf_counter() - started
     finally:
         trainer.shutdown()
@@ -94,24 +91,6 @@ def _described(config: Config) -> dict[str, Any]:
         "rollout": rollout.name,
         "seed": config.trainer.seed,
     }
-
-
-class _Progress:
-    """Move a progress bar; without a terminal, log a line every few seconds."""
-
-    def __init__(self, advance: Advance, total: int) -> None:
-        self._advance, self._total, self._done = advance, total, 0
-        self._logged = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, done: int) -> None:
-        with self._lock:
-            self._advance(max(done - self._done, 0))
-            self._done = max(done, self._done)
-            now = time.monotonic()
-            if not sys.stderr.isatty() and now - self._logged > _SECONDS_BETWEEN_LINES:
-                self._logged = now
-                logger.info("%d of %d answers", self._done, self._total)
 
 
 def settings(

@@ -72,7 +72,8 @@ class Run(ABC):
         with run_lock(self.folder.path):
             with self._drawn_at_the_end(), self.checkpoints:
                 self.start()
-                with self.tracking, self._saved_if_interrupted():
+                progress = self.trainer.progress.shown(self.tracking.log_progress)
+                with self.tracking, progress, self._saved_if_interrupted():
                     self.iterate()
             self._log_next_steps()
             self._publish()
@@ -151,6 +152,7 @@ class Run(ABC):
         is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
         for batch in () if is_done else trainer.train_loader:
             with HeldInterrupts(self._say_when_it_stops) as self._interrupts:
+                trainer.progress.begin(trainer.global_step + 1, trainer.total_steps)
                 metrics = self.one_iteration(batch)
                 self.folder.require_held(trainer.global_step)
                 # Log before saving: a resume drops lines after its checkpoint, so metrics.jsonl of an

@@ -28,7 +28,9 @@ _CLOCK = time.time() - time.perf_counter()
 class PhaseTimer:
     """Sum wall-clock seconds by phase; ``take`` returns them as ``timing_s/<name>`` and resets."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: list[tuple[str, float]] | None = None) -> None:
+        """Keep the phases under way in ``running``; see ``strop.trainer.progress``."""
+        self._running = [] if running is None else running
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.intervals: list[tuple[str, float, float]] = []
         """Name, start and end of every phase since the last ``take``, in seconds of ``time.time()``."""
@@ -37,9 +39,11 @@ class PhaseTimer:
     def phase(self, name: str) -> Generator[None]:
         """Add the seconds of the body to ``name``."""
         start = time.perf_counter()
+        self._running.append((name, start))
         try:
             yield
         finally:
+            self._running.pop()
             end = time.perf_counter()
             self._seconds[name] += end - start
             self.intervals.append((name, _CLOCK + start, _CLOCK + end))

@@ -34,7 +34,6 @@ from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
 from strop.rewards.reward_output import ScoreCheck
-from strop.rollout.base import Finished
 from strop.trainer.metrics import (
     PhaseTimer,
     batch_metrics,
@@ -43,6 +42,7 @@ from strop.trainer.metrics import (
     policy_metrics,
     sampler_metrics,
 )
+from strop.trainer.progress import Progress
 from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
 from strop.trainer.updates import PendingUpdates, mini_batches
@@ -146,6 +146,7 @@ class PPO:
         """Iterations before the actor's first update."""
         self.before_update: Callable[[], None] = lambda: None
         """Called when a model is about to change."""
+        self.progress = Progress(config)
         limits = config.reward_model
         self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         self.estimator = get_estimator(config.algorithm.adv_estimator)
@@ -182,7 +183,7 @@ class PPO:
         Waits for nothing where the rollout has a separate pool and ``weights`` are sent ahead.
         """
         prompts, seeds_PN = self.named(prompts, batch), self.seeds(batch, len(prompts))
-        loading = self.weights.to_rollout(timer := PhaseTimer())
+        loading = self.weights.to_rollout(timer := PhaseTimer(self.progress.phases))
         # a numbered batch has rollout_versions; without a number all samples are of one version
         number = batch if is_off_policy(self.config) else None
         sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, self._phases[0])
@@ -270,8 +271,10 @@ class PPO:
     def _start(self, request: DataProto, timer: PhaseTimer, phase: str) -> _Sampling:
         n, reward_model = request.batch["seeds"].shape[1], self.groups.reward_model
         scores = PendingScores(request, n, self.reward_fn, reward_model, self._score_check)
+        advanced = self.progress.generating(n * len(request))
+        callbacks = {"finished": scores.finished, "advanced": advanced}
         with scores.cancelled_on_error(), timer.phase(phase):
-            call = self.groups.rollout.generate_sequences.start(request, finished=scores.finished)
+            call = self.groups.rollout.generate_sequences.start(request, **callbacks)
         return _Sampling(call, scores)
 
     def generate(
@@ -281,14 +284,12 @@ class PPO:
         timer: PhaseTimer,
         *,
         mode: str,
-        finished: Finished | None = None,
+        **callbacks: Any,
     ) -> DataProto:
         """Generate with the current policy. ``mode``: ``train``, ``greedy`` or ``validate``."""
         for call in self.weights.to_rollout(timer):
             call.get()
-        return self.groups.rollout.generate_sequences(
-            self._request(prompts, seeds_PN, mode), finished=finished
-        )
+        return self.groups.rollout.generate_sequences(self._request(prompts, seeds_PN, mode), **callbacks)
 
     def _request(
         self, prompts: DataProto, seeds_PN: Tensor, mode: str, batch: int | None = None

@@ -22,7 +22,8 @@ from strop.errors import ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
-from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
+from strop.terminal import printable
+from strop.tracking.samples import HiddenTokensWarning, samples_table, write_samples, write_table
 from strop.trainer.frozen_head import warn_of_frozen_head
 from strop.trainer.loop import CAUSAL, Run
 from strop.trainer.metrics import (
@@ -33,9 +34,10 @@ from strop.trainer.metrics import (
 )
 from strop.trainer.pipeline import LatePart, Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
+from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import BestValidation, Validator
-from strop.trainer.watches import SignalWatch, StallWatch, cut_answers
+from strop.trainer.watches import SignalWatch, StallWatch, cut_answers, equal_scores
 from strop.trainer.weight_sync import WeightSync
 from strop.verl import VerlNames
 
@@ -113,13 +115,14 @@ class RayPPOTrainer(VerlNames):
         self.publication: Publication | None = None
         self.upload_failed = False
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
-        self.timer = PhaseTimer()
+        self.progress = Progress(self.config)
+        self.timer = PhaseTimer(self.progress.phases)
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
         rate = f"actor_rollout_ref.actor.optim.lr={self.config.actor_rollout_ref.actor.optim.lr:g}"
         self._signal = SignalWatch(self.config.trainer.warn_without_signal, rate=rate)
         self._stall = StallWatch(rate, has_adapters=self.config.actor_rollout_ref.model.has_adapters)
         self._first_cut: float | None = None
-        self._warned_truncation = False
+        self._warned_truncation = self._showed_equal = False
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
@@ -158,6 +161,7 @@ class RayPPOTrainer(VerlNames):
         self.weights = WeightSync(self.actor, self.rollout, verify_every=every, ahead=ahead > 0)
         groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model)
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
+        self.ppo.progress = self.progress
         if (ahead or config.algorithm.filter_groups.enable) and not config.trainer.val_only:
             self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
         if self.val_loader is not None:
@@ -168,6 +172,7 @@ class RayPPOTrainer(VerlNames):
                 self.val_reward_fn,
                 reward_model=self.reward_model if self.validates_by_model else None,
                 generate=self.ppo.generate,
+                progress=self.progress,
                 warn_of_hidden_tokens=self._warn_of_hidden_tokens,
             )
 
@@ -278,6 +283,14 @@ class RayPPOTrainer(VerlNames):
             self.weights.version = iteration
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)
+        if (
+            not self._showed_equal
+            and len(batch) > 1
+            and metrics["critic/score/min"] == metrics["critic/score/max"]
+        ):
+            self._showed_equal = True
+            sample = samples_table(batch[:1], self.tokenizer).to_pylist()[0]
+            logger.warning("warning: %s", printable(equal_scores(metrics, sample)))
         for watch in (self._signal, self._stall):
             if warning := watch(metrics):
                 logger.warning("warning: %s", warning)

@@ -6,9 +6,8 @@ Shapes: P prompts, N samples of each, B = P x N.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ import pyarrow as pa
 
 from strop.checkpoint.folder import PREFIX
 from strop.config.schema import Config
+from strop.data.loader import PromptLoader
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
 from strop.rewards.reward_output import ScoreCheck
 from strop.rewards.score.answers import Extractor, answer_extractor
-from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
 from strop.tracking.samples import samples_table
 from strop.trainer.metrics import PhaseTimer
+from strop.trainer.progress import Progress
 from strop.trainer.sample_statistics import (
     bootstrap_intervals,
     expected_best,
@@ -148,10 +148,6 @@ def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
     ]
 
 
-Progress = Callable[[int], None]
-"""Called with the number of samples generated so far, from any thread."""
-
-
 class Validator:
     """Answer and score every validation prompt, sampled as set in ``rollout.val_kwargs``."""
 
@@ -159,28 +155,28 @@ class Validator:
         self,
         config: Config,
         tokenizer: Any,
-        loader: Iterable[DataProto],
+        loader: PromptLoader,
         reward_fn: Reward,
         *,
         reward_model: Any,
         generate: Callable[..., DataProto],
+        progress: Progress,
         warn_of_hidden_tokens: Callable[[DataProto], None] = lambda batch: None,
     ) -> None:
         """``reward_model``: a worker group, or None; ``generate``: ``PPO.generate``."""
         self._config, self._tokenizer, self._loader = config, tokenizer, loader
-        self._reward_fn, self._reward_model, self._generate = reward_fn, reward_model, generate
+        self._reward_fn, self._reward_model = reward_fn, reward_model
+        self._generate, self._progress = generate, progress
         self._warn_of_hidden_tokens = warn_of_hidden_tokens
         self._n, self._seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
 
-    def samples(
-        self, timer: PhaseTimer, *, progress: Progress | None = None, examine: bool = True
-    ) -> pa.Table:
+    def samples(self, timer: PhaseTimer, *, examine: bool = True) -> pa.Table:
         """Return every validation prompt answered and scored (columns: ``strop.tracking.samples``).
 
         The random stream depends on the prompt's batch alone: all validations of a run draw the same noise.
         ``examine``: log ``reward_model.val_num_examine`` of the samples.
         """
-        batch = self._scored(timer, progress, examine=examine)
+        batch = self._scored(timer, examine=examine)
         self._warn_of_hidden_tokens(batch)
         return samples_table(batch, self._tokenizer)
 
@@ -196,8 +192,9 @@ class Validator:
 
         return make_report(samples, n=self._n, extractor_of=extractor_of, seed=self._seed, show=show)
 
-    def _scored(self, timer: PhaseTimer, progress: Progress | None, *, examine: bool) -> DataProto:
+    def _scored(self, timer: PhaseTimer, *, examine: bool) -> DataProto:
         scored, waiting, done = [], None, 0
+        total = len(self._loader.dataset) * self._n
         limits = self._config.reward_model
         check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         for number, prompts in enumerate(self._loader):
@@ -206,30 +203,14 @@ class Validator:
             seeds_PN = sample_seeds(self._seed, "validation", number, len(prompts), self._n)
             scores = PendingScores(prompts, self._n, self._reward_fn, self._reward_model, check)
             with scores.cancelled_on_error():
-                finished = scores.finished
-                if progress is not None:
-                    finished = _counting(progress, done, finished)
-                batch = self._generate(prompts, seeds_PN, timer, mode="validate", finished=finished)
+                calls = {"finished": scores.finished, "advanced": self._progress.generating(total, done)}
+                batch = self._generate(prompts, seeds_PN, timer, mode="validate", **calls)
                 batch.meta_info["examine"] = examine
                 scores.complete(batch)
             previous, waiting = waiting, scores
             if previous is not None:  # scored while this batch was generated
                 scored.append(previous.get())
             done += len(prompts) * self._n
-            if progress is not None:
-                progress(done)
         if waiting is not None:
             scored.append(waiting.get())
         return DataProto.concat(with_equal_columns(scored))
-
-
-def _counting(progress: Progress, done: int, finished: Finished | None) -> Finished:
-    """Wrap ``finished`` of a batch that follows ``done`` samples so that it also calls ``progress``."""
-    total = itertools.count(done + 1)
-
-    def count(prompt: int, number: int, token_ids: list[int]) -> None:
-        progress(next(total))
-        if finished is not None:
-            finished(prompt, number, token_ids)
-
-    return count

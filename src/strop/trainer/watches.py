@@ -5,9 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 _STALL = 50
 """Iterations in which score and entropy of a policy that learns move by more than their noise."""
+
+
+def equal_scores(metrics: Mapping[str, float], sample: Mapping[str, Any]) -> str:
+    """Return what an iteration whose scores are all equal means, with a ``sample`` of it."""
+    advantages = (metrics["critic/advantages/min"], metrics["critic/advantages/max"])
+    learns = "the reward has no gradient" if any(advantages) else "advantages and their gradient are 0"
+    lines = [
+        f"every sample of this step has the score {metrics['critic/score/max']:g}: {learns}. One of them:"
+    ]
+    for label, column in (("prompt", "prompt"), ("answer", "response"), ("truth", "ground_truth")):
+        text = str(sample.get(column))
+        lines.append(f"  {label}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}")
+    return "\n".join(lines)
 
 
 class SignalWatch:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
@@ -31,7 +31,7 @@ from strop.files import atomic_path
 from strop.manifest import covering
 from strop.models.loader import dtype_named
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
+from strop.rollout.base import Advanced, Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
 from strop.rollout.transfer.broadcast import Channel
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
@@ -138,16 +138,24 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("gen")
-    def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
+    def generate_sequences(
+        self,
+        prompts: DataProto,
+        finished: Finished | None = None,
+        advanced: Callable[[int, int, int], None] | None = None,
+    ) -> DataProto:
         """Generate responses to each prompt.
 
         ``meta_info["mode"]`` is ``train``, the default, ``greedy`` or ``validate``. Prompts without ``seeds``
         get some of torch's generator.
+        ``meta_info["max_tokens"]`` limits responses in place of the configuration.
         With a number in ``meta_info["batch"]`` the result has ``rollout_versions``, and in
         ``meta_info["generation"]`` when it was generated; if ``admit_prompts`` got the same prompts with that
         number, ``TrainingError`` otherwise, their samples are completed.
-        ``finished`` is called for samples that are complete before the call returns.
+        ``finished`` is called for samples that are complete before the call returns; ``advanced``, twice a
+        second, with 0 (a row of this rank), its samples that are complete, and tokens sampled.
         """
+        self.rollout.advanced = _counting(advanced)
         version = prompts.meta_info.get("weights_version", self.rollout_version)
         # without this, samples of a stale policy would train without any error
         if version != self.rollout_version:
@@ -236,6 +244,9 @@ class ActorRolloutRefWorker(RoleWorker):
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         mode = _mode(prompts)
         params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
+        params = dataclasses.replace(
+            params, max_tokens=prompts.meta_info.get("max_tokens", params.max_tokens)
+        )
         return dataclasses.replace(params, n=1, do_sample=False) if mode == "greedy" else params
 
     @property
@@ -415,6 +426,20 @@ class ActorRolloutRefWorker(RoleWorker):
             with_entropy=True,
             with_full_kl=self.full_kl_loss,
         )
+
+
+def _counting(advanced: Callable[[int, int, int], None] | None) -> Advanced:
+    """Return a callback of an engine that passes sums to ``advanced``, at most twice a second."""
+    sums, reported = [0.0, 0.0], 0.0
+
+    def count(done: float, tokens: float) -> None:
+        nonlocal reported
+        sums[:] = sums[0] + done, sums[1] + tokens
+        if advanced is not None and (now := time.monotonic()) - reported > 0.5:
+            reported = now
+            advanced(0, round(sums[0]), round(sums[1]))
+
+    return count
 
 
 def _mode(prompts: DataProto) -> str:

@@ -307,7 +307,7 @@ def _portable_errors() -> Generator[None]:
 _ACTOR: dict[str, Any] = {
     "max_restarts": 0,  # strop restarts the run, see ``trainer/commands.py``
     "max_task_retries": 0,
-    "concurrency_groups": {_WATCH: 4, _BESIDE: 1},  # lifetime takes one of the four until the end
+    "concurrency_groups": {_WATCH: 8, _BESIDE: 1},  # lifetime takes one of the eight until the end
 }
 
 RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)

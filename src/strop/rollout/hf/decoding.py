@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from strop.rollout.base import Samples, SamplingParams
+from strop.rollout.base import Advanced, Samples, SamplingParams
 from strop.rollout.hf.kv_cache import DecodeCache, decoding_attention, keys_and_values
 from strop.rollout.sampling import next_tokens
 
@@ -58,6 +58,7 @@ def decode(
     *,
     awaited: int,
     finished: Callable[[int, list[int]], None] | None = None,
+    advanced: Advanced | None = None,
 ) -> Samples:
     """Decode each row until a stop id or its limit; call it in eval mode, without gradient.
 
@@ -78,7 +79,7 @@ def decode(
     rows_R = torch.arange(total, device=device)
     active_R = torch.ones(total, dtype=torch.bool, device=device)
     positions_R1 = contexts.position_ids[contexts.of_row, -1:]
-    step = 0
+    step, left = 0, awaited
     with decoding_attention(model):
         while True:
             uniforms_R = None if uniforms_TR is None else uniforms_TR[step].index_select(0, rows_R)
@@ -90,7 +91,9 @@ def decode(
             # int() waits for the device, so without stop ids only steps at which a limit ends are examined
             if len(stop_ids_S) or step in cuts:
                 active_R &= (tokens_R[:, None] != stop_ids_S).all(1) & (limits_R[rows_R] > step)
-                left = int(active_R[:awaited].sum())
+                before, left = left, int(active_R[:awaited].sum())
+                if advanced is not None:
+                    advanced(before - left, before)
                 if left == 0:
                     break
                 active = left if awaited == len(rows_R) else int(active_R.sum())

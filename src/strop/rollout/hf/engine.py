@@ -27,7 +27,7 @@ from strop.models.heads import model_errors
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams
 from strop.rollout.hf.decoding import Contexts, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
@@ -69,6 +69,7 @@ class HFRollout:
         self.eos_token_ids = tuple(eos_token_ids)
         self.hidden_token_ids = hidden_token_ids
         self.micro_batch_size = micro_batch_size
+        self.advanced: Advanced = lambda done, tokens: None
         self._queue = Queue()
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
@@ -164,6 +165,7 @@ class HFRollout:
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
         pack = params.max_tokens >= _PACK_FROM
         packs = packed_linears(self.model, self.compute_dtype) if pack else contextlib.nullcontext(())
+        self.advanced(len(oldest.complete) - awaited, 0)
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
         with (
             _eval_mode(self.model),
@@ -184,6 +186,7 @@ class HFRollout:
                     self.compute_dtype or self.model.dtype,
                     awaited=first or len(part),
                     finished=None if finished is None else _reporting(part[:first], finished),
+                    advanced=self.advanced if first else None,
                 )
                 _append(part, samples, version)
                 longest = max(longest, int(samples.lengths[:first].max()) if first else 0)

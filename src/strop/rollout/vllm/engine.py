@@ -41,7 +41,7 @@ from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
 from strop.protocol import DataProto
-from strop.rollout.base import PROMPT_COLUMNS, Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.base import PROMPT_COLUMNS, Advanced, Finished, RolloutSpec, Samples, SamplingParams
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.kind import (
@@ -106,6 +106,7 @@ class VLLMRollout:
         self._name = type(model).__name__
         self._warned = False
         self._asleep = False
+        self.advanced: Advanced = lambda done, tokens: None
         self._queue = Queue()
         require_supported(model.config, device)
         whole_prompts: dict[str, Any] = {}
@@ -240,6 +241,9 @@ class VLLMRollout:
             for row in (~batch.complete).nonzero()[:, 0].tolist()
         }
         outputs: dict[str, tuple[InFlight, int, CompletionOutput]] = {}
+        at_once = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        share = (oldest.own.stop - oldest.own.start) / len(oldest.complete)  # other ranks report theirs
+        self.advanced(share * (len(oldest.complete) - left), 0)
         try:
             for key, (batch, row) in running.items():
                 # Of a later batch the tokens are needed whenever the first one is complete.
@@ -247,7 +251,7 @@ class VLLMRollout:
                 prompt = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
                 engine.add_request(key, tokens_input(prompt), self._sampling(batch, row, kind))
             while left:
-                steps: list[Any] = engine.step()
+                steps, before = list[Any](engine.step()), left
                 for output in steps:
                     batch, row = running[output.request_id]
                     (generated,) = output.outputs
@@ -258,6 +262,8 @@ class VLLMRollout:
                     if batch is oldest:
                         left -= 1
                         batch.report(finished, row, generated.token_ids)
+                # about: outputs come with the last token of a sample
+                self.advanced(share * (before - left), share * min(before, at_once))
         finally:
             engine.abort_request(list(running))
         return [*outputs.values()]

@@ -34,6 +34,7 @@ from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint
 from strop.trainer.frozen_head import warn_of_frozen_head
 from strop.trainer.loop import CAUSAL, Run
 from strop.trainer.metrics import PhaseTimer, peak_memory
+from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.val_loader = self._one_pass(validated) if validated is not None else None
         log_prompts(trained, validated)
         self.global_step = 0
-        self.timer = PhaseTimer()
+        self.progress = Progress(config)
+        self.timer = PhaseTimer(self.progress.phases)
         self.group: Any = None  # a worker group, with the worker's methods
         self.publication: Publication | None = None
         self.upload_failed = False
