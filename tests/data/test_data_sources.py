@@ -209,6 +209,7 @@ def write_lines(path, rows):
     ("name", "content", "parts"),
     [
         ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', ("a.jsonl, line 3", "not JSON")),
+        ("a.jsonl", '{"prompt": "x"},\n', ("a.jsonl, line 1", "no comma")),
         ("a.jsonl", '{"a": 1}\n{"a": [1]}\n', ("a.jsonl, field a", "number in line 1", "list in line 2")),
         ("a.jsonl", '{"a": "\\ud800"}\n', ("a.jsonl, line 1", "Unicode")),
         ("a.json", '{\n"a": 1}', ("a.json, line 1", "a list of objects")),
@@ -296,6 +297,7 @@ def test_a_missing_column_is_named_with_the_nearest_one(sources, tokenizer):
         (("Problem", "label"), {"prompt": "prompt"}, "set data.prompt_key=Problem data.answer_key=label"),
         (("problem", "reward_model"), {"prompt": "prompt"}, "set data.prompt_key=problem"),
         (("x y", "answer"), {"prompt": "prompt"}, "set data.prompt_key to one of them"),
+        (("question", " answer"), {"prompt": "question", "answer": "answer"}, "below them, in the file"),
         (
             ("instruction", "output"),
             {"prompt": "prompt", "response": "response"},
@@ -425,6 +427,12 @@ def test_special_tokens_count_only_where_they_are_allowed(tokenizer):
 def test_settings_that_do_not_fit_the_prompts_are_errors(how, template, is_text, kind, parts, make_tokenizer):
     with pytest.raises(kind, match=naming(*parts)):
         PromptFormat(**how).in_words(make_tokenizer(template), is_text=is_text)
+
+
+def test_plain_prompts_of_a_base_model_name_the_key_of_a_template(make_tokenizer):
+    assert "data.chat_template" in PromptFormat().in_words(make_tokenizer(None), is_text=True)
+    as_set = PromptFormat(apply_chat_template=False)
+    assert "data.chat_template" not in as_set.in_words(make_tokenizer("x"), is_text=True)
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.csv.gz"])

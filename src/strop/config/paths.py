@@ -65,8 +65,7 @@ def reason_no_model(key: str, path: str | Path) -> str | None:
     """Return why ``path`` on this machine, the value of ``key``, is not a model; None if it is one."""
     folder, expected = Path(expand(path)), "expected config.json or exactly one .gguf file"
     if not folder.exists():
-        on_hub = f"; {expected} there, or a name on the hub, OWNER/NAME"
-        return f"{key}={path}: no such folder here{similar_path(path) or on_hub}"
+        return f"{key}={path}: no such folder here{similar_path(path) or '; a name on the hub is OWNER/NAME'}"
     if is_adapter(folder):
         return instead_of_adapter(key, path)
     if (folder / "config.json").is_file() or len(found := gguf_files(folder)) == 1:

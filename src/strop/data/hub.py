@@ -175,6 +175,4 @@ def _require(name: str, folder: Path, files: list[str]) -> None:
 def _reason(error: Exception | None = None) -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    if error is None:
-        return "no answer"
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}" if error else "no answer"

@@ -334,6 +334,8 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
         advice = " and ".join(f"data.{what}_key" for what in lacking) + " to one of them"
     names = " and ".join(f"{keys[what]!r} (data.{what}_key)" for what in lacking)
     remedy = f"set {advice}"
+    if any(column != column.strip() for column in found):
+        remedy = "remove the spaces around the names, and around the values below them, in the file"
     mark = _OTHER_SEPARATOR.search(found[0]) if len(found) == 1 else None
     if mark is not None and (".csv" in name or ".tsv" in name):
         remedy = (

@@ -65,7 +65,8 @@ class PromptFormat:
             for key in ("system_prompt", "apply_chat_template_kwargs"):
                 if getattr(self, key):
                     raise DataError(f"data.{key} needs a chat template, but prompts stay plain text ({why})")
-            return f"prompts: plain text, tokenized as it stands ({why})"
+            hint = "" if has_template else "; data.chat_template=FILE, or an instruction-tuned model, has one"
+            return f"prompts: plain text, tokenized as it stands ({why}{hint})"
         if not has_template:
             raise _no_template(tokenizer, setting if is_text else "prompts of chat messages")
         if self.apply_chat_template is False:

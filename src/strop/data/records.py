@@ -136,8 +136,8 @@ def json_records(name: str, path: Path) -> Iterator[Located]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # numbers of 4,300 digits, too
-                whole = "" if ".jsonl" in path.name else " (expected a list of objects, or one on each line)"
-                raise DataError(f"{name}, line {number}: not JSON: {error}{whole}") from error
+                form = "one object, no comma" if ".jsonl" in path.name else "a list of objects, or one a line"
+                raise DataError(f"{name}, line {number}: not JSON: {error} (expected {form})") from error
             if not isinstance(record, dict):
                 raise DataError(f"{name}, line {number}: expected an object, found {line:.60}")
             yield f"line {number}", record
