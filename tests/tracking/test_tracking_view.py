@@ -121,11 +121,12 @@ def test_a_run_without_samples_shows_the_metrics_of_a_chosen_step(track, tmp_pat
 def test_a_missing_run_names_those_near_it(track, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "runs near" not in view(capsys, "nothing", status=2)
-    for name in ("runs/first", "checkpoints/strop/second", "third"):
+    for name in ("runs/first", "checkpoints/strop/second", "third", "third/previous_1"):
         with track(tmp_path / name) as tracking:
             tracking.log(1, {"train/loss": 1.0})
     message = view(capsys, "nothing", status=2)
     assert all(name in message for name in ("runs/first", "checkpoints/strop/second", "third"))
+    assert "previous" not in message
     assert mentions(view(capsys, "runs/frist", status=2), "did you mean runs/first")
     with pytest.raises(ConfigError, match="runs/first"):
         settings("nothing", [])  # of strop eval

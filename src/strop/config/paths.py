@@ -83,11 +83,12 @@ def runs_near(path: str | Path) -> str:
         return similar
     found: dict[str, float] = {}
     for places in ([Path(path)], [Path(path).parent, Path(), Path("runs"), Path("checkpoints")]):
-        for file in (
-            file for up in ("*", "*/*") for place in places for file in place.glob(f"{up}/{METRICS_FILE}")
-        ):
+        for file in [
+            file for place in places for up in ("*", "*/*") for file in place.glob(f"{up}/{METRICS_FILE}")
+        ]:
             with contextlib.suppress(OSError):
-                found[os.path.relpath(file.parent)] = -file.stat().st_mtime
+                if not file.parent.name.startswith("previous_"):  # an earlier run, which its folder keeps
+                    found[os.path.relpath(file.parent)] = -file.stat().st_mtime
         if found:
             break
     runs = [*sorted(found, key=lambda run: found[run])[:5], *(["..."] if len(found) > 5 else [])]
