@@ -107,7 +107,7 @@ def test_a_file_lies_below_the_options(tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("train m", [Message("DATA: not set")]),
+        ("train me/m", [Message("DATA: not set")]),
         ("train m a b", [Message("m a b", "strop train m data.train_files=[a,b]")]),
         ("train --model x --data y", [Message("write strop train x y")]),
         ("sft --model=x", [Message("write strop sft x DATA")]),

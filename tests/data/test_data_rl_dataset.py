@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from strop.data.loader import PromptLoader, collate, one_pass
+from strop.data.prompt_table import source_of
 from strop.data.rl_dataset import RLHFDataset, create_rl_dataset
 from strop.errors import DataError
 from strop.prepare import prepare
@@ -80,10 +81,22 @@ def test_the_only_column_that_is_needed_is_the_prompt(build):
     dataset = build([{"question": chat("w1")}], prompt_key="question")
     assert dataset[0]["input_ids"].tolist() == [3, 11, 5]
     assert dataset[0].keys() == {"input_ids", "index", "data_source", "question"}
-    assert dataset[0]["data_source"] == "unnamed"
-    assert dataset.data_sources() == {"unnamed"}
+    assert {dataset[0]["data_source"]} == dataset.data_sources() == {"data"}  # data.parquet
     row = build([{"prompt": "w1", "task": "my/task"}], reward_fn_key="task")[0]
     assert row["data_source"] == row["task"] == "my/task"
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("data/sums.csv", "sums"),
+        ("rows:train-0a1b", "rows"),
+        ("owner/sums:train", "sums"),
+        ("hdfs://host/a/sums.parquet", "sums"),
+    ],
+)
+def test_rows_without_a_source_have_their_files_name(file, source):
+    assert source_of(file) == source
 
 
 def test_overlong_prompts_are_dropped_with_their_number(build, caplog):

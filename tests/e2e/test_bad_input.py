@@ -36,7 +36,7 @@ def inputs(tmp_path_factory):
     }.items():
         pq.write_table(pa.Table.from_pylist(changed), folder / f"{name}.parquet")
     pq.write_table(pq.read_table(folder / "train.parquet").slice(0, 0), folder / "empty.parquet")
-    (folder / "reward.py").write_text("def other(solution_str): return 1\n")
+    (folder / "reward.py").write_text("def other(solution_str): return 1\ndef third(response): return 1\n")
     (folder / "torn" / "actor").mkdir(parents=True)
     return folder
 
@@ -62,7 +62,7 @@ def inputs(tmp_path_factory):
         ),
         ("data.train_batch_size=100", ["24", "100"]),
         ("trainer.device=cuda", ["trainer.device=cuda", "GPU"]),
-        ("custom_reward_function.path={}/reward.py", ["compute_score", "other"]),
+        ("custom_reward_function.path={}/reward.py", ["compute_score", "custom_reward_function.name=other"]),
         ("custom_reward_function.path={}/nothing.py", ["nothing.py"]),
         ("trainer.resume_mode={}/torn", ["torn", "checkpoint"]),
         ("actor_rollout_ref.model.path=no-such-owner/no-such-model", ["no-such-owner/no-such-model"]),

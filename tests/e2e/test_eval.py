@@ -211,10 +211,10 @@ VAL = ("--data", "{}/val.parquet")
         (("{}/model", *VAL, "data.val_batch_size=0"), ["data.val_batch_size: found 0"]),
         (("{}/model", *VAL, "--max-prompt-length", "2"), ["--max-prompt-length is 2"]),
         (("{}/trained", *VAL, "--step", "7"), ["{}/trained", "iteration 7", "1, 2"]),
-        (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "--custom-reward"]),
+        (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "--reward=FILE.py"]),
         (("{}/reward_model", *VAL), ["{}/reward_model", "--reward-model"]),
         (("{}/model", *VAL, "--n", "0"), ["--n: found 0"]),
-        (("{}/model", *VAL, "--custom-reward", "{}/length.py:no"), ["length.py", "no"]),
+        (("{}/model", *VAL, "--reward", "{}/length.py:no"), ["--reward={}/length.py", "no function no"]),
         (("{}/model", *VAL, "--out", "{}/done"), ["done", "results.json"]),
     ],
 )
@@ -343,7 +343,7 @@ def test_samples_are_kept_when_the_report_fails(inputs, tmp_path, monkeypatch):
 def test_a_reward_function_may_lie_at_a_url(inputs, given, path, name):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    arguments = [str(inputs / "model"), "--data", "val.parquet", "--custom-reward", given]
+    arguments = [str(inputs / "model"), "--data", "val.parquet", "--reward", given]
     custom = config_from(parser.parse_args(arguments)).custom_reward_function
     assert (custom.path, custom.name) == (path, name)
 

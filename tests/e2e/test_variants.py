@@ -188,7 +188,7 @@ def test_a_custom_reward_needs_prompts_alone_and_draws_the_same_numbers_in_every
                 "trainer.total_training_steps=1",
             )
         )
-    assert 0 < metrics(one)[0]["val/test_score/unnamed"] < 1
+    assert 0 < metrics(one)[0]["val/test_score/prompts"] < 1
     assert metrics(one) == metrics(two)
 
 

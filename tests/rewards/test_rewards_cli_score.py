@@ -88,7 +88,10 @@ def test_a_custom_function_scores_any_source(score: Callable[..., Any], tmp_path
         "    return {'score': len(solution_str) + extra_info['x']}\n"
     )
     path = write(tmp_path / "a.jsonl", [{**ROWS[3], "data_source": "own", "extra_info": {"x": 10}}])
-    assert cells(score(path, "--custom", rewards, "--name", "mine")[1]) == {"own": ["1", "11.0000", "0"]}
+    expected = {"own": ["1", "11.0000", "0"]}
+    assert cells(score(path, "--custom", rewards, "--name", "mine")[1]) == expected
+    assert cells(score(path, "--reward", f"{rewards}:mine")[1]) == expected
+    assert cells(score(path, "--reward", rewards)[1]) == expected
 
 
 QUESTIONS = [
@@ -137,24 +140,24 @@ def test_custom_functions_take_columns_and_prompts_by_name_and_whole_files(
     score: Callable[..., Any], questions: Path
 ):
     custom = ["--custom", questions.parent / "functions.py", "--name"]
-    assert cells(score(questions, *custom, "by_name")[1]) == {"unnamed": ["3", "0.6667", "0"]}
-    assert cells(score(questions, *custom, "trl")[1]) == {"unnamed": ["3", "2.0000", "0"]}  # None: no score
-    assert cells(score(questions, *custom, "judge", "--concurrency", 1)[1])["unnamed"][1] == "1.0000"
+    assert cells(score(questions, *custom, "by_name")[1]) == {"questions": ["3", "0.6667", "0"]}
+    assert cells(score(questions, *custom, "trl")[1]) == {"questions": ["3", "2.0000", "0"]}  # None: no score
+    assert cells(score(questions, *custom, "judge", "--concurrency", 1)[1])["questions"][1] == "1.0000"
     rows = write(questions.parent / "many.jsonl", QUESTIONS * 20)
-    assert 1 < float(cells(score(rows, *custom, "judge", "--concurrency", 3)[1])["unnamed"][1]) <= 3
+    assert 1 < float(cells(score(rows, *custom, "judge", "--concurrency", 3)[1])["many"][1]) <= 3
 
 
 def test_tokens_are_those_of_a_tokenizer_or_of_the_columns_that_strop_writes(
     score: Callable[..., Any], questions: Path, tokenizer: Any, tmp_path: Path
 ):
     custom = ["--custom", questions.parent / "functions.py", "--name", "tokens"]
-    with pytest.raises(ConfigError, match=naming("--name='tokens'", "'prompt'", "--tokenizer MODEL")):
+    with pytest.raises(ConfigError, match=naming("--reward FILE:tokens", "'prompt'", "--tokenizer MODEL")):
         score(questions, *custom)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     tokenizer.chat_template = None
     found = cells(score(questions, *custom, "--tokenizer", tmp_path / "model")[1])
-    assert found == {"unnamed": ["3", f"{440 + (2 + 3 + 2) / 3:.4f}", "0"]}
+    assert found == {"questions": ["3", f"{440 + (2 + 3 + 2) / 3:.4f}", "0"]}
     written = {"prompt": "1+2=", "prompt_ids": [5, 6], "response": "3", "response_ids": [7, 8, 1]}
     path = write(tmp_path / "samples.parquet", [{**written, "data_source": "d"}])
     assert cells(score(path, *custom)[1]) == {"d": ["1", "423.0000", "0"]}
@@ -167,7 +170,7 @@ def test_tokens_are_those_of_a_tokenizer_or_of_the_columns_that_strop_writes(
 def test_a_value_that_the_file_does_not_have_is_an_error_before_scoring(
     score: Callable[..., Any], questions: Path, name: str, found: list[str]
 ):
-    with pytest.raises(ConfigError, match=naming(f"--name='{name}'", *found)):
+    with pytest.raises(ConfigError, match=naming(f"--reward FILE:{name}", *found)):
         score(questions, "--custom", questions.parent / "functions.py", "--name", name)
 
 
@@ -199,7 +202,7 @@ def test_an_unknown_source_is_an_error_before_anything_is_scored(
     started: list[object] = []
     monkeypatch.setattr(RewardPool, "evaluate_all", lambda self, samples: started.append(samples))
     rows = [ROWS[0], {**ROWS[0], "data_source": "own"}, {**ROWS[0], "data_source": "own"}]
-    with pytest.raises(RewardError, match=naming("'own'", "2", "--scorer", "NAME", "--custom", "PATH")):
+    with pytest.raises(RewardError, match=naming("'own'", "2", "--scorer", "NAME", "--reward", "FILE")):
         score(write(tmp_path / "a.jsonl", rows))
     assert not started
 
@@ -223,7 +226,7 @@ def test_one_scorer_with_options_scores_all_rows(
         (["--scorer", "gsm8k", "--option", "method"], "--option method: .*KEY=VALUE"),
         (["--scorer", "length", "--option", "unit=tokens"], "unit=tokens.* words or characters"),
         (["--scorer", "gsm8k", "--option", "methd=flexible"], "--scorer gsm8k: .*'methd'"),
-        (["--scorer", "gsm8k", "--custom", "reward.py"], "--custom and --scorer"),
+        (["--scorer", "gsm8k", "--reward", "reward.py"], "--reward and --scorer"),
         (["--scorer", "code", "--timeout", "2"], "(?s)--timeout=2.*--option timeout_s"),
         (["--data-source", "openai/openai_humaneval", "--timeout", "2"], "humaneval.*--timeout=2"),
         (["--limit", "0"], "--limit 0"),

@@ -8,7 +8,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.rewards.custom import load_custom_reward
 
-from messages import naming
+from messages import Message, naming
 
 GOOD = """
 from dataclasses import dataclass
@@ -44,6 +44,17 @@ def test_a_function_is_loaded_by_path_and_name(reward_file: Path):
     assert load_custom_reward(None) is None
 
 
+def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "reward.py"
+    path.write_text("from math import sqrt\ndef _helper(): pass\ndef mine(response):\n    return 4.0\n")
+    with caplog.at_level("INFO", "strop"):
+        found = load_custom_reward(str(path))
+        assert pickle.loads(pickle.dumps(found)).name == "mine"
+    assert caplog.messages == [Message("mine", str(path))]  # in this process alone
+    with pytest.raises(ConfigError, match=naming("no function min", "custom_reward_function.name=mine")):
+        load_custom_reward(str(path), "min")
+
+
 def test_a_function_is_pickled_as_its_absolute_path_and_name(
     reward_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -62,8 +73,8 @@ def test_a_function_is_pickled_as_its_absolute_path_and_name(
     [
         ("nowhere.py", None, "compute_score", ("custom_reward_function.path=", "nowhere.py")),
         ("reward.yaml", "a: 1\n", "compute_score", (".py",)),
-        ("reward.py", GOOD, "reward", ("name='reward'", "compute_score", "other")),
-        ("reward.py", GOOD, "number", ("name='number'", "5")),
+        ("reward.py", GOOD, "reward", ("no function reward", "other", "name=compute_score")),
+        ("reward.py", GOOD, "number", ("name=number", "5")),
         ("reward.py", "import os\n", "compute_score", ("no functions",)),
         ("reward.py", "x = 1\nimport not_installed\n", "f", ("line 2", "ModuleNotFoundError", "PYTHONPATH")),
         ("reward.py", "def f(:\n", "f", ("SyntaxError",)),

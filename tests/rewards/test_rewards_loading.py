@@ -59,8 +59,9 @@ def test_a_custom_function_is_loaded_and_checked(tokenizer: Any, tmp_path: Path)
     keys = [f"custom_reward_function.path={path}", "custom_reward_function.name=mine"]
     manager = load_reward_manager(load_config(keys), tokenizer, 0)
     manager.validate_sources(["anything"])
-    with pytest.raises(ConfigError, match=naming("mine")):
-        load_reward_manager(load_config(keys[:1]), tokenizer, 0)
+    load_reward_manager(load_config(keys[:1]), tokenizer, 0)  # the only function of its file
+    with pytest.raises(ConfigError, match=naming("no function other", "mine")):
+        load_reward_manager(load_config([keys[0], "custom_reward_function.name=other"]), tokenizer, 0)
 
 
 OWN = """

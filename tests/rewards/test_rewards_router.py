@@ -26,7 +26,7 @@ def test_each_data_source_has_a_scorer(data_source: str, response: str, truth: s
     assert default_compute_score(data_source, "7 and a half", truth, {"index": 1}) == 0.0
 
 
-def test_an_unknown_source_names_the_known_and_both_ways_to_add_one():
+def test_an_unknown_source_names_the_known_and_how_to_give_a_reward():
     known = ("openai/gsm8k", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "strop/arithmetic")
     with pytest.raises(
         RewardError,
@@ -34,8 +34,7 @@ def test_an_unknown_source_names_the_known_and_both_ways_to_add_one():
             "'openai/gsm9k'",
             *known,
             "custom_reward_function.path",
-            "module:Class",
-            "register_scorer",
+            "strop docs rewards",
         ),
     ) as error:
         default_compute_score("openai/gsm9k", "#### 7", "7")

@@ -56,7 +56,7 @@ UNANSWERED = with_value("reward_model", {"style": "rule", "ground_truth": None})
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (without("data_source"), "reward_manager=module:Class"),
+        (without("data_source"), "custom_reward_function.path=FILE.py"),
         (without("data_source"), "'data_source' (data.reward_fn_key)"),
         (with_value("data_source", None), "row 7, field data_source"),
         (UNANSWERED, "changed.parquet, row 7, field reward_model.ground_truth"),
@@ -153,7 +153,7 @@ def test_the_first_row_is_scored_as_a_model_may_answer_it(inputs, tmp_path, name
     warnings, errors, row = check_custom(inputs, tmp_path, name, answered)
     assert errors == []
     assert row is not None
-    assert (f"name={name!r}" in row.function, row.prompt) == (True, "0+0=")
+    assert (f"name={name}" in row.function, row.prompt) == (True, "0+0=")
     assert row.tried[0].what.startswith(what)
     found = [(one.response, None if one.outcome.error else one.outcome.score) for one in row.tried]
     assert found == scores
@@ -161,7 +161,7 @@ def test_the_first_row_is_scored_as_a_model_may_answer_it(inputs, tmp_path, name
     whole = [line for line in warnings if "whole texts" in line]
     assert len(whole) == (scores == ANSWERED)
     assert [line for line in warnings if "fails for the response" in line and "ValueError" in line] == (
-        [Message("name='distance'", SENTENCE)] if name == "distance" else []
+        [Message("name=distance", SENTENCE)] if name == "distance" else []
     )
 
 
@@ -175,7 +175,7 @@ def test_the_first_row_is_scored_as_a_model_may_answer_it(inputs, tmp_path, name
 def test_a_truth_of_another_type_than_the_function_compares_is_named(inputs, tmp_path, name, column, reason):
     warnings, errors, _ = check_custom(inputs, tmp_path, name, False)
     doubts = [line for line in warnings if "expected more for a right answer" in line]
-    assert doubts == [Message(f"name={name!r}", f"its column {column!r} scores 0", *reason)]
+    assert doubts == [Message(f"name={name}", f"its column {column!r} scores 0", *reason)]
     assert errors == []
 
 

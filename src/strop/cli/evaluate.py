@@ -8,7 +8,6 @@ from strop.cli.options import add_choice_of_iteration, log_to_console, naming_op
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
 from strop.config.schema import Config
-from strop.errors import RewardError
 from strop.terminal import literal
 from strop.trainer.evaluation import evaluate, settings
 
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
     add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
-    add("--custom-reward", metavar="PATH[:NAME]", help="your own reward function (compute_score)")
+    add("--reward", "--custom-reward", metavar="FILE[:NAME]", help="Python file with your reward function")
     add("--limit", type=int, metavar="K", help="only the first K prompts of each data source")
     add(
         "--out",
@@ -60,8 +59,8 @@ OPTIONS = {
     "data.max_response_length": "--max-response-length",
     "data.val_max_samples": "--limit",
     "reward_model.model.path": "--reward-model",
-    "custom_reward_function.path": "--custom-reward",
-    "custom_reward_function.name": "--custom-reward",
+    "custom_reward_function.path": "--reward",
+    "custom_reward_function.name=": "--reward FILE:",
     "trainer.default_local_dir": "--out",
     "trainer.log_val_generations": "--show",
 }
@@ -79,17 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
-    from strop.rewards.router import UnknownSourceError
     from strop.tracking.console import plain_console
     from strop.tracking.report import report_table, shown_table
 
-    try:
-        report = evaluate(config)
-    except UnknownSourceError as error:
-        raise RewardError(
-            f"{error.what}. Score it with your own function, --custom-reward PATH[:NAME], or with "
-            "--reward-model PATH"
-        ) from None
+    report = evaluate(config)
     console = plain_console()
     if report.shown:
         console.print(shown_table(report.shown, title="Samples"))

@@ -77,7 +77,7 @@ strop check --config-only ...         do not read data sets and rewards""",
         """\
 strop eval MODEL --data data/gsm8k/test.parquet
 strop eval MODEL --data data/gsm8k/test.parquet --n 8 --temperature 0.7 --limit 100
-strop eval MODEL --data sums.csv --custom-reward reward.py data.prompt_key=question data.answer_key=answer""",
+strop eval MODEL --data sums.csv --reward reward.py data.prompt_key=question data.answer_key=answer""",
     ),
     "prepare": _Command(
         "turn a data set into parquet files",
@@ -96,7 +96,7 @@ strop prepare arithmetic --max-operand 49 --held-out 0.1 --out data/arithmetic""
         """\
 strop score answers.jsonl
 strop score answers.parquet --response-column response --scorer math
-strop score answers.jsonl --custom my_reward.py""",
+strop score answers.jsonl --reward my_reward.py""",
     ),
     "export": _Command(
         "turn a checkpoint into a Hugging Face folder, or publish it on the hub",

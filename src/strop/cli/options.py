@@ -13,11 +13,11 @@ from strop.terminal import PrintableFormatter
 
 
 def in_options(text: str, names: Mapping[str, str]) -> str:
-    """Replace each key of ``names`` in a message by its option; longer keys that contain one stay."""
+    """Replace the keys of ``names`` in a message by their options; longer keys that contain one stay."""
     if not names:
         return text
-    keys = "|".join(re.escape(key) for key in names)
-    return re.sub(rf"(?<![\w.])({keys})(?![\w]|\.\w)", lambda key: names[key.group()], text)
+    keys = "|".join(re.escape(key) for key in sorted(names, reverse=True))  # the longer one first
+    return re.sub(rf"(?<![\w.])({keys})((?<==)|(?![\w]|\.\w))", lambda key: names[key[1]], text)
 
 
 @contextmanager

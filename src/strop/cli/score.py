@@ -21,7 +21,7 @@ from strop.cli.options import in_options, naming_options
 from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
 from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
-from strop.data.prompt_table import UNNAMED_SOURCE
+from strop.data.prompt_table import source_of
 from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.arguments import (
@@ -35,10 +35,11 @@ from strop.rewards.arguments import (
     values_of,
 )
 from strop.rewards.custom import CustomReward
-from strop.rewards.router import BuiltInScorer, Router, UnknownSourceError
+from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.scorer import Outcome, Scorer
 from strop.rewards.worker.pool import Feed, RewardPool
 from strop.terminal import literal, table
+from strop.trainer.evaluation import reward_keys
 
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
@@ -71,17 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of --scorer, as in method=flexible; repeatable (strop docs data lists them)",
     )
-    add("--custom", metavar="PATH", help="score all rows with a function from this Python file")
-    add("--name", default="compute_score", help="name of that function (compute_score)")
+    add("--reward", "--custom", dest="custom", metavar="FILE[:NAME]", help="your own function, for all rows")
+    add("--name", default="compute_score", help=argparse.SUPPRESS)  # the name without a colon
     add(
         "--prompt-column",
         default="prompt",
-        help="the prompt, a text or chat messages, for a --custom function (prompt)",
+        help="the prompt, a text or chat messages, for a --reward function (prompt)",
     )
     add(
         "--tokenizer",
         metavar="MODEL",
-        help="a Hugging Face folder, for a --custom function that takes tokens or the text of a chat",
+        help="a Hugging Face folder, for a --reward function that takes tokens or the text of a chat",
     )
     add("--limit", type=int, help="score only the first rows")
     add("--timeout", type=float, default=10.0, help="time limit for one answer in seconds (10)")
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=int,
         default=32,
-        help="answers that an async --custom function scores at the same time, in one process (32)",
+        help="answers that an async --reward function scores at the same time, in one process (32)",
     )
 
 
@@ -129,8 +130,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
 
 _OPTIONS = {
-    "custom_reward_function.path": "--custom",
-    "custom_reward_function.name": "--name",
+    "custom_reward_function.path": "--reward",
+    "custom_reward_function.name=": "--reward FILE:",
     "reward_model.timeout_s": "--timeout",
 }
 """Key -> the option that sets it, in errors of a user's function."""
@@ -146,10 +147,12 @@ def _scorer(arguments: argparse.Namespace) -> ScoreFunction | Scorer:
     if arguments.scorer is None:
         if arguments.custom is None:
             return Router()
-        custom = CustomReward(arguments.custom, arguments.name)
+        keys = reward_keys(arguments.custom)
+        path, name = (keys.get(f"custom_reward_function.{key}") for key in ("path", "name"))
+        custom = CustomReward(path or arguments.custom, name or arguments.name)
         return Scorer(Function(custom, custom.where))
     if arguments.custom is not None:
-        raise ConfigError("--custom and --scorer: each scores all rows; leave one out")
+        raise ConfigError("--reward and --scorer: each scores all rows; leave one out")
     options = dict(map(_read_option, arguments.option))
     if arguments.scorer == "length" and options.get("unit") == "tokens":
         raise ConfigError("--option unit=tokens: the file has texts without tokens; use words or characters")
@@ -175,8 +178,8 @@ def _require_ready(scorer: ScoreFunction | Scorer, rows: Counter[str], timeout_s
     elif isinstance(scorer, Router):
         if unknown := sorted(rows.keys() - set(scorer.sources)):
             raise RewardError(
-                f"{UnknownSourceError(unknown[0], scorer.sources).what}: {rows[unknown[0]]} rows. Score all "
-                f"rows with --scorer NAME ({', '.join(SCORERS)}) or with your own function, --custom PATH"
+                f"no scorer for data_source {unknown[0]!r} of {rows[unknown[0]]} rows: score all rows with "
+                f"--reward FILE or --scorer NAME ({', '.join(SCORERS)}); known: {', '.join(scorer.sources)}"
             )
         checks = [functools.partial(scorer.require_ready, source) for source in rows]
     with naming_options(_OPTIONS):
@@ -243,7 +246,7 @@ class _Rows:
         except KeyError:
             if given.scorer is None and given.custom is None:
                 raise
-            return given.scorer or UNNAMED_SOURCE
+            return given.scorer or source_of(given.file)
 
     def _with_values(self, custom: Scorer, sample: Sample, row: Mapping[str, Any]) -> Sample:
         if (response_ids := row.get("response_ids")) is None and self._tokenizer is not None:

@@ -1,7 +1,6 @@
 """``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
 
-Arguments are those of the short form (MODEL DATA and options) and configuration keys, in any order. What a
-run needs is imported when it starts: help is printed at once.
+Imports for a run are in its functions, so that help is printed at once.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def short_form(
     ]
     if len(words) > 2 and not problems:
         problems.append(
-            f"expected MODEL and DATA, found {len(words)} words: {' '.join(words)}; for several files write "
-            f"{arguments.prog} {words[0]} {tree.short['data']}=[{','.join(words[1:])}]"
+            f"expected MODEL and DATA, found {' '.join(words)}; for several files write {arguments.prog} "
+            f"{words[0]} {tree.short['data']}=[{','.join(words[1:])}]"
         )
     if problems:
         raise ConfigError(*problems)
@@ -93,7 +92,7 @@ def short_form(
     if "reward" in given:
         del keys[tree.short["reward"]]
         keys |= (of_reward := reward_keys(given["reward"]))
-        names |= {**dict.fromkeys(of_reward, "--reward"), "custom_reward_function.name=": "--reward FILE:"}
+        names |= dict.fromkeys(of_reward, "--reward") | {"custom_reward_function.name=": "--reward FILE:"}
     return keys, recipe, names if given else {}
 
 

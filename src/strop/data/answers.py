@@ -18,7 +18,7 @@ from torch import Tensor
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.loader import collate
-from strop.data.prompt_table import UNNAMED_SOURCE, Files, read_prompt_table
+from strop.data.prompt_table import Files, read_prompt_table, source_of
 from strop.data.prompts import AUTO, PromptFormat, encode_responses
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
@@ -96,7 +96,7 @@ class AnsweredDataset:
             self._tokens[name] = self._without_end(name)
         if len(answer_keys) > 1:
             self._require_differing(*answer_keys.values())
-        self._sources = [UNNAMED_SOURCE] * len(self._table)
+        self._sources = [source_of(self._table.locate(row)[0]) for row in range(len(self._table))]
         if "data_source" in self._table.names:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
         self.columns: dict[str, Tensor] = {}

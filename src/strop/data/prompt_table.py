@@ -365,8 +365,11 @@ def _require_names(name: str, column: str, fields: Iterable[pa.Field], depth: in
         _require_names(name, column, nested, depth + 1)
 
 
-UNNAMED_SOURCE = "unnamed"
-"""Data source of rows whose files lack the column; only a custom reward function can score them."""
+def source_of(file: str) -> str:
+    """Return the data source of rows without a column for it: their file's name; ``rows`` in memory."""
+    return Path(file).stem.partition(":")[0]
+
+
 # Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
 _RESERVED = (
     *("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "raw_tools"),

@@ -14,12 +14,12 @@ import torch
 
 from strop.data.loader import RowDataset
 from strop.data.prompt_table import (
-    UNNAMED_SOURCE,
     Files,
     PromptTable,
     check_columns,
     read_prompt_table,
     require_ground_truths,
+    source_of,
     with_ground_truths,
 )
 from strop.data.prompts import AUTO, PromptFormat, encode_raw
@@ -147,7 +147,8 @@ class RLHFDataset:
         # here, not in the cache of token ids, which serves every limit
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         columns["input_ids"] = torch.from_numpy(ids.astype(np.int64))
-        columns["data_source"] = columns.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
+        source = source_of(self._table.locate(row_number)[0])
+        columns["data_source"] = columns.setdefault(self.reward_fn_key, source)
         index = (columns.get("extra_info") or {}).get("index")
         columns["index"] = columns.get("index", row_number) if index is None else index
         if self.return_raw_chat:
@@ -161,22 +162,21 @@ class RLHFDataset:
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column that selects a row's scorer."""
         if self.reward_fn_key not in self._table.names:
-            return {UNNAMED_SOURCE}
+            return set(map(source_of, self._table.files))
         return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
 
     def token_lengths(self) -> dict[str, TokenLengths]:
         """See ``MeasuredDataset``."""
         return {"prompt": TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT)}
 
-    def no_sources(self) -> DataError:
-        """Return the error for files without the column that selects a scorer, where one is needed."""
-        return DataError(
-            f"{', '.join(self._table.files)}: there is no column {self.reward_fn_key!r} (data.reward_fn_key) "
-            f"to select the scorer of a row; found {self._table.names}. Add the column, name another one or "
-            "one source for all rows (data.data_source), score them with a custom function "
-            "(custom_reward_function.path), or whole batches with a manager of your own "
-            "(reward_model.reward_manager=module:Class; strop docs rewards)"
-        )
+    def require_sources(self) -> None:
+        """Raise ``DataError`` if the files have no column that selects a scorer."""
+        if self.reward_fn_key not in self._table.names:
+            raise DataError(
+                "no reward: name your function with custom_reward_function.path=FILE.py, or a built-in "
+                f"scorer with data.data_source (strop docs rewards); {', '.join(self._table.files)} has no "
+                f"column {self.reward_fn_key!r} (data.reward_fn_key) to select one"
+            )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
         """Raise as :func:`strop.data.prompt_table.require_ground_truths`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import site
 import sys
 import sysconfig
@@ -21,11 +22,14 @@ from typing import Any
 
 from strop.algorithms.registry import resolve
 from strop.config.paths import expand, similar_path
-from strop.errors import ConfigError
+from strop.errors import ConfigError, nearest
 from strop.passed import is_function
 from strop.rewards.arguments import Function
 
+logger = logging.getLogger(__name__)
+
 KEY = "custom_reward_function"
+_DEFAULT = "compute_score"
 
 
 class CustomReward:
@@ -33,9 +37,8 @@ class CustomReward:
 
     def __init__(self, path: str, name: str) -> None:
         self.path = str(Path(expand(path)).absolute())
-        self.name = name
-        self.function = _find_function(_load_module(self.path), self.path, name)
-        self.where = f"{KEY}.name={name!r} in {self.path}"
+        self.name, self.function = _find_function(_load_module(self.path), self.path, name)
+        self.where = f"{KEY}.name={self.name} in {self.path}"
         self.__wrapped__ = self.function  # its signature is that of this object
         self._binding = Function(self.function, self.where)
 
@@ -50,7 +53,7 @@ class CustomReward:
         return f"{self.path}:{self.name}"
 
 
-def load_custom_reward(path: str | None, name: str = "compute_score") -> Callable[..., Any] | None:
+def load_custom_reward(path: str | None, name: str = _DEFAULT) -> Callable[..., Any] | None:
     """Load the function ``name`` from the Python file ``path``; return None if ``path`` is null.
 
     ``path`` may also stand for a function that a program passes.
@@ -139,15 +142,20 @@ def _has_module(folder: Path, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
-def _find_function(module: ModuleType, path: str, name: str) -> Any:
+def _find_function(module: ModuleType, path: str, name: str) -> tuple[str, Any]:
+    """Return name and function; in the place of a missing ``compute_score`` the only public function."""
     found = vars(module).get(name)
     if found is not None:
-        return found
+        return name, found
     own = [
         known
         for known, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not known.startswith("_")
     ]
+    if name == _DEFAULT and len(own) == 1:
+        logger.info("reward: %s, the only function of %s", own[0], path)
+        return own[0], vars(module)[own[0]]
+    write = f"; write {KEY}.name={nearest(name, own) or own[0]}" if own else ""
     raise ConfigError(
-        f"{KEY}.name={name!r}: {path} has no such function (it has: {', '.join(own) or 'no functions'})"
+        f"{KEY}.path={path}: no function {name}; it has {', '.join(own) or 'no functions'}{write}"
     )

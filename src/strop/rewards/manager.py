@@ -108,7 +108,7 @@ class Composition:
         if has_reward_model and self.parts[REWARD_MODEL].weight(source) != 0:
             return
         if self.parts[RULE].weight(source) != 0 and not has_rule:
-            raise UnknownSourceError(source, known)
+            raise UnknownSourceError.of(source, known)
         if not self.required(source, has_rule=has_rule):
             raise RewardError(
                 f"data_source {source!r}: nothing scores it; every part of {KEY} has weight 0 for it"

@@ -114,19 +114,15 @@ def default_compute_score(
 
 
 class UnknownSourceError(RewardError, NotImplementedError):
-    """A data source without a scorer; ``known`` are the sources with one."""
+    """A data source without a scorer."""
 
-    def __init__(self, data_source: str, known: Iterable[str]) -> None:
-        super().__init__(data_source, known)
-        self.data_source = data_source
-        self.what = f"data_source {data_source!r} has no scorer (known: {', '.join(sorted(known))})"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what}. To add one, set custom_reward_function.path to a Python file with "
-            "compute_score(data_source, solution_str, ground_truth, extra_info=None), set "
-            "reward_model.reward_manager=module:Class to a manager that scores whole batches "
-            "(strop docs rewards), or call strop.rewards.router.register_scorer(data_source, function)"
+    @classmethod
+    def of(cls, data_source: str, known: Iterable[str]) -> UnknownSourceError:
+        """Return the error; ``known`` are the sources with a scorer."""
+        return cls(
+            f"no reward for data_source {data_source!r}: name your function with "
+            "custom_reward_function.path=FILE.py (others: strop docs rewards); built-in scorers are those of "
+            f"{', '.join(sorted(known))}"
         )
 
 
@@ -170,7 +166,7 @@ class Router:
         scorer = self._registered.get(data_source)
         if scorer is None:
             if data_source not in self._built_in:
-                raise UnknownSourceError(data_source, self.sources)
+                raise UnknownSourceError.of(data_source, self.sources)
             return self._built_in[data_source](**values)
         if isinstance(scorer, str):
             scorer = load_backend(scorer)

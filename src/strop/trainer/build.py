@@ -25,7 +25,6 @@ from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.fetch import local_path
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
-from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.sources import Rows
@@ -360,9 +359,9 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
         sources = dataset.data_sources()
         try:
             reward_fn.validate_sources(sources, has_reward_model=has_reward_model, elsewhere=of_the_run)
-        except UnknownSourceError as error:
-            if error.data_source == UNNAMED_SOURCE and isinstance(dataset, RLHFDataset):
-                raise dataset.no_sources() from None
+        except UnknownSourceError:
+            if isinstance(dataset, RLHFDataset):
+                dataset.require_sources()
             raise
         if len(dataset):
             reward_fn.require_columns(dataset[0].keys() - {"input_ids"})

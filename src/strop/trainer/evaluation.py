@@ -107,7 +107,7 @@ def settings(
     rollout: str = "hf",
     batch_size: int = 64,
     reward_model: str | None = None,
-    custom_reward: str | None = None,
+    reward: str | None = None,
     limit: int | None = None,
     out: str | Path | None = None,
     show: int = 3,
@@ -155,8 +155,8 @@ def settings(
     }
     if reward_model is not None:
         keys |= {"reward_model.enable": True, "reward_model.model.path": reward_model}
-    if custom_reward is not None:
-        keys |= reward_keys(custom_reward)
+    if reward is not None:
+        keys |= reward_keys(reward)
     return keys
 
 
