@@ -7,34 +7,63 @@ import json
 from pathlib import Path
 from typing import Any
 
+from strop.errors import did_you_mean
+
+
+class Table(list[dict[str, Any]]):
+    """Rows as dicts; ``table["name"]`` is a column, a list with None where a row has no such value."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row by its number, a slice of rows, or a column by its name (``KeyError``)."""
+        if not isinstance(index, str):
+            return super().__getitem__(index)
+        if not any(index in row for row in self):
+            raise KeyError(f"{index}{did_you_mean(index, {name for row in self for name in row})}")
+        return [row.get(index) for row in self]
+
+    def to_pandas(self) -> Any:
+        """Return a pandas data frame."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self))
+
+    def __repr__(self) -> str:
+        return repr(self.to_pandas()) if _has_pandas() else super().__repr__()
+
+    def _repr_html_(self) -> str | None:
+        return self.to_pandas()._repr_html_() if _has_pandas() else None
+
+
+def _has_pandas() -> bool:
+    return importlib.util.find_spec("pandas") is not None
+
 
 class Run:
     """The folder of a run, as ``strop.train`` returns it, or ``strop.Run("runs/mine")`` opens it.
 
-    Tables are pandas data frames where pandas is installed, else lists of dicts. A notebook shows a run as
-    its curves.
+    A notebook shows a run as its curves.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser().absolute()
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self) -> Table:
         """One row for each iteration, in order: ``step`` and the metrics of ``strop docs metrics``."""
-        return _table(self.read_metrics())
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of ``metrics`` as dicts, with or without pandas."""
         from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
-        return read_metrics(self.folder / METRICS_FILE)
+        return Table(read_metrics(self.folder / METRICS_FILE))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return ``metrics``."""
+        return self.metrics
 
     @property
-    def samples(self) -> Any:
+    def samples(self) -> Table:
         """The samples of the last recorded iteration: ``prompt``, ``response``, ``score`` and others."""
         return self.samples_of()
 
-    def samples_of(self, step: int | None = None, *, validation: bool = False) -> Any:
+    def samples_of(self, step: int | None = None, *, validation: bool = False) -> Table:
         """Return the samples of an iteration, None: the last that has a file; or those of a validation.
 
         The table of a run that generates nothing is empty. Raises ``DataError`` for a step without a file.
@@ -43,7 +72,7 @@ class Run:
 
         folder = self.folder / ("validation" if validation else "rollouts")
         found = find_step(folder, step)
-        return _table([]) if found is None else _samples(step_file(folder, found))
+        return Table() if found is None else _samples(step_file(folder, found))
 
     @property
     def curves(self) -> Path | None:
@@ -107,7 +136,7 @@ class Evaluation:
         }
 
     @property
-    def samples(self) -> Any:
+    def samples(self) -> Table:
         """All answers: ``prompt``, ``response``, ``score`` and further columns."""
         return _samples(self.folder / "samples.parquet")
 
@@ -115,20 +144,7 @@ class Evaluation:
         return f"Evaluation({str(self.folder)!r}, scores={self.scores})"
 
 
-def _samples(file: Path) -> Any:
+def _samples(file: Path) -> Table:
     import pyarrow.parquet as pq
 
-    table = pq.read_table(file)
-    return table.to_pandas() if _has_pandas() else table.to_pylist()
-
-
-def _table(rows: list[dict[str, Any]]) -> Any:
-    if not _has_pandas():
-        return rows
-    import pandas as pd
-
-    return pd.DataFrame(rows)
-
-
-def _has_pandas() -> bool:
-    return importlib.util.find_spec("pandas") is not None
+    return Table(pq.read_table(file).to_pylist())
