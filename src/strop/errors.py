@@ -179,6 +179,16 @@ class Attempts:
             raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(*self.errors)
 
 
+def reword(error: StropError, words: Callable[[str], str]) -> None:
+    """Replace the message of an error, and those of the errors in it, by ``words(message)``, in place."""
+    if isinstance(error, SeveralErrors):
+        for one in error.errors:
+            reword(one, words)
+    if isinstance(error, ConfigError):
+        error.problems = [words(problem) for problem in error.problems]
+    error.args = (words(str(error)),)
+
+
 def problems_of(error: StropError) -> list[str]:
     """Return the problems that an error reports, one message for each."""
     return error.problems if isinstance(error, ConfigError) else [str(error)]

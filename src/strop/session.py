@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import logging
 import random
+import re
 import signal
 import sys
-from collections.abc import Generator
-from typing import Any, NoReturn
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
+
+import yaml
+
+from strop.errors import StropError, reword, signals_interrupt
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_session(command: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function in a ``session``; its errors show no frames of strop, and keys as Python writes them."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                with session(command):
+                    return function(*args, **kwargs)
+            except (StropError, KeyboardInterrupt) as error:
+                logging.getLogger("strop").debug("where it was raised", exc_info=True)
+                if isinstance(error, StropError):
+                    reword(error, functools.partial(in_python, command=command))
+                raise error.with_traceback(None) from None
+
+        return call
+
+    return decorate
+
+
+_VALUE = r"\.\.\.|\[[^\]]*\]|\{[^}]*\}|'[^']*'|[^\s,;)]*[^\s,;).:?]"
+
+
+def in_python(text: str, command: str) -> str:
+    """Replace each key in a message by the argument that sets it, as in ``data=dict(prompt_key='q')``."""
+    if not re.search(r"[a-z]\.[a-z]", text):
+        return text  # the first line, before the configuration is imported
+    from strop.config.keys import all_keys
+    from strop.config.trees import TREES
+
+    tree = TREES.get(command, TREES["train"])
+    short = {key: name for name, key in tree.short.items()}
+
+    def argument(found: re.Match[str]) -> str:
+        *sections, last = [short[found[1]]] if found[1] in short else found[1].split(".")
+        if found[2] is None and not sections:
+            return last
+        word = f"{last}={'...' if found[2] is None else _literal(found[2])}"
+        return functools.reduce(lambda inner, section: f"{section}=dict({inner})", reversed(sections), word)
+
+    keys = "|".join(re.escape(key) for key, facts in all_keys(tree.schema).items() if not facts.is_section)
+    return re.sub(rf"(?<![\w./])({keys})(?!\w|\.\w)(?:=({_VALUE}))?", argument, text)
+
+
+def _literal(value: str) -> str:
+    """Return a value in the words of YAML as Python writes it."""
+    for read in (ast.literal_eval, yaml.safe_load):
+        with contextlib.suppress(ValueError, SyntaxError, yaml.YAMLError):
+            return repr(read(value)) if value != "..." else value
+    return repr(value)
 
 
 @contextlib.contextmanager
@@ -17,12 +79,11 @@ def session(command: str) -> Generator[None]:
 
     An interrupt is raised after the body, as what it is, also if a library replaced it by another error.
     """
-    from strop.errors import signals_interrupt
     from strop.tracking.console import in_notebook
     from strop.version import __version__
 
     stream = sys.stdout if in_notebook() else sys.stderr  # a notebook shows errors on red
-    with _logging_to(stream), _private_cluster_ended():
+    with _logging_to(stream, command), _private_cluster_ended():
         logging.getLogger("strop").info("strop %s: %s is starting", __version__, command)
         received: list[int] = []
         try:
@@ -34,25 +95,21 @@ def session(command: str) -> Generator[None]:
                     logging.getLogger("strop").warning("%s", note)
                 raise SystemExit(128 + ended) from error
             if received and not isinstance(error, KeyboardInterrupt):
-                _interrupted(error)
+                interrupt = KeyboardInterrupt()
+                for note in getattr(error, "__notes__", []):
+                    interrupt.add_note(note)
+                raise interrupt from error
             raise
 
 
-def _interrupted(error: BaseException) -> NoReturn:
-    interrupt = KeyboardInterrupt()
-    for note in getattr(error, "__notes__", []):
-        interrupt.add_note(note)
-    raise interrupt from error
-
-
 @contextlib.contextmanager
-def _logging_to(stream: Any) -> Generator[None]:
+def _logging_to(stream: Any, command: str) -> Generator[None]:
     from strop.terminal import PrintableFormatter
 
     logger = logging.getLogger("strop")
     before = logger.level
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(PrintableFormatter("%(message)s"))
+    handler.setFormatter(PrintableFormatter("%(message)s", functools.partial(in_python, command=command)))
     shows = not logger.hasHandlers()  # else the program has set up its own
     if shows:
         logger.addHandler(handler)

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,15 @@ def table(
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats records as usual, tracebacks included, and escapes control characters."""
+    """Formats records as usual, tracebacks included, then by ``words``, and escapes control characters."""
+
+    def __init__(self, layout: str, words: Callable[[str], str] = str) -> None:
+        super().__init__(layout)
+        self._words = words
 
     def format(self, record: logging.LogRecord) -> str:
         """See ``logging.Formatter.format``."""
-        return printable(super().format(record))
+        return printable(self._words(super().format(record)))
 
 
 def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,8 +7,9 @@ import logging
 import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
-from strop.errors import ConfigError, SeveralErrors, StropError
+from strop.errors import StropError, reword
 from strop.terminal import PrintableFormatter
 
 
@@ -26,26 +27,8 @@ def naming_options(names: Mapping[str, str]) -> Generator[None]:
     try:
         yield
     except StropError as error:
-        _rename(error, names)
+        reword(error, partial(in_options, names=names))
         raise
-
-
-def _rename(error: StropError, names: Mapping[str, str]) -> None:
-    if isinstance(error, SeveralErrors):
-        for one in error.errors:
-            _rename(one, names)
-    if isinstance(error, ConfigError):
-        error.problems = [in_options(problem, names) for problem in error.problems]
-    error.args = (in_options(str(error), names),)
-
-
-class _InOptions(PrintableFormatter):
-    def __init__(self, names: Mapping[str, str]) -> None:
-        super().__init__("%(message)s")
-        self._names = names
-
-    def format(self, record: logging.LogRecord) -> str:
-        return in_options(super().format(record), self._names)
 
 
 def log_to_console(names: Mapping[str, str] | None = None) -> None:
@@ -54,7 +37,7 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     ``names``: the options of a command, by the keys that they set; see ``in_options``.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_InOptions(names or {}))
+    handler.setFormatter(PrintableFormatter("%(message)s", partial(in_options, names=names or {})))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("strop").setLevel(logging.INFO)
 
