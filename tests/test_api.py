@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 import strop
 from strop.algorithms.policy_loss import PolicyLoss
@@ -28,9 +29,10 @@ from strop.config.names import needs_critic
 from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
 from strop.errors import ConfigError, DataError, SeveralErrors
+from strop.models.loader import load_tokenizer
 from strop.passed import PASSED, passing
 from strop.rewards.identity import fingerprint
-from strop.session import session
+from strop.session import in_python, session
 from strop.tracking.base import RunInfo
 from strop.tracking.console import NotebookTable
 from strop.tracking.jsonl import JsonlTracker
@@ -41,6 +43,13 @@ import tiny_model
 from messages import naming
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ANSWERED = {"train_files": [{"prompt": "1+1=", "response": "2"}] * 4, "max_prompt_length": 8}
+APART = {
+    "trainer.async_steps": 1,
+    "trainer.resource_pools": {"learner": [1], "rollout": [1]},
+    "trainer.placement": {"Rollout": "rollout"},
+    "actor_rollout_ref.hybrid_engine": False,
+}
 ROWS = [{"question": f"{i % 10}+{i // 10}=", "answer": i % 10 + i // 10} for i in range(24)]
 
 
@@ -110,7 +119,7 @@ def _command(options):
     from strop.cli.main import main
 
     with runs.undrawn():
-        sys.exit(main(["train", *options]))
+        sys.exit(main(["train", "--recipe", "grpo", *options]))
 
 
 def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(model, tmp_path, monkeypatch):
@@ -224,6 +233,71 @@ def test_short_names_set_the_keys_of_the_short_command(monkeypatch, tmp_path):
     assert dpo.trainer.default_local_dir == "other"
 
 
+def test_a_model_object_is_saved_once_and_identifies_the_run(model, tmp_path):
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    tokenizer = load_tokenizer(model)
+    keys = {"trainer.save_freq": 1}
+
+    def call(steps):
+        where = {"tokenizer": tokenizer, "trainer.total_training_steps": steps}
+        return train(loaded, tmp_path / "run", lambda response: len(response), **where, **keys)
+
+    with runs.undrawn():
+        run = call(1)
+        (saved,) = (run.folder / "model").iterdir()
+        before = (saved / "model.safetensors").stat().st_mtime_ns
+        assert len(call(2).read_metrics()) == 2
+        assert (saved / "model.safetensors").stat().st_mtime_ns == before
+        assert list((run.folder / "model").iterdir()) == [saved]
+        with torch.no_grad():
+            next(loaded.parameters()).mul_(2)
+        with pytest.raises(ConfigError, match=naming("model: ", str(saved))):
+            call(3)
+    assert (saved / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match=naming("model:", "tokenizer=NoneType")):
+        strop.train(loaded, ROWS, len)
+    with pytest.raises(ConfigError, match=naming("model:", "tokenizer=")):
+        strop.train("m", ROWS, len, tokenizer=tokenizer)
+
+
+def test_metrics_are_columns_and_rows_with_and_without_pandas(tmp_path, monkeypatch):
+    rows = [{"step": 1, "lr": 0.5}, {"step": 2, "lr": 0.25, "val/score": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    metrics = strop.Run(tmp_path).metrics
+    assert metrics["lr"] == [0.5, 0.25]
+    assert metrics["val/score"] == [None, 1.0]
+    assert (metrics[-1], metrics[:1], len(metrics), list(metrics)) == (rows[1], rows[:1], 2, rows)
+    assert metrics.to_pandas()["lr"].tolist() == [0.5, 0.25]
+    assert "<table" in metrics._repr_html_()
+    with pytest.raises(KeyError, match="val/score"):
+        metrics["val/scor"]
+    monkeypatch.setattr("strop.results._has_pandas", lambda: False)
+    assert (repr(metrics), metrics._repr_html_()) == (repr(rows), None)
+
+
+@pytest.mark.parametrize("async_steps", [0, pytest.param(1, marks=pytest.mark.slow)])  # 1: on Ray
+def test_on_step_sees_the_metrics_and_stops_a_run_that_the_same_call_continues(model, tmp_path, async_steps):
+    seen = []
+
+    def stops(step, metrics):
+        seen.append((step, metrics["critic/score/mean"]))
+        return step < 2
+
+    def call(on_step):
+        keys = {"trainer.total_training_steps": 4, **(APART if async_steps else {})}
+        return train(model, tmp_path / "run", lambda response: len(response), on_step=on_step, **keys)
+
+    with runs.undrawn():
+        run = call(stops)
+        assert [step for step, _ in seen] == [1, 2]
+        assert seen == [(row["step"], row["critic/score/mean"]) for row in run.read_metrics()]
+        assert run.model_path == run.folder / "final_model"
+        assert len(call(lambda step, metrics: None).read_metrics()) == 4
+        with pytest.raises(ZeroDivisionError):
+            strop.sft(model, ANSWERED, out=tmp_path / "sft", steps=2, on_step=lambda step, metrics: 1 / 0)
+    assert not (tmp_path / "sft" / "final_model").exists()
+
+
 def centred(rewards, response_mask):
     """Subtract the batch's mean score."""
     score = rewards.sum(1, keepdim=True)
@@ -253,7 +327,7 @@ def test_functions_are_estimator_policy_loss_and_metric(model, tmp_path):
     estimator = config["algorithm"]["adv_estimator"]
     assert estimator == f"function:centred-{fingerprint(centred)}"
     assert not PASSED
-    with pytest.raises(ConfigError, match=naming("algorithm.adv_estimator", "program")):
+    with pytest.raises(ConfigError, match=naming("algorithm=", estimator, "program")):
         train(model, tmp_path / "other", lambda response: 0.0, algorithm=estimator)
 
 
@@ -320,19 +394,43 @@ def test_few_rows_are_one_batch_unless_somebody_sets_its_size(monkeypatch, tmp_p
         (("m", {"a": ["x"]}, len), {}, ("data.a", "unknown")),
         (("m", (row for row in ROWS), len), {}, ("rows:train", "generator")),
         (("m", ROWS, len), {"trainer": {"total_stepz": 3}}, ("trainer.total_stepz", "unknown")),
-        (("m", ROWS, len), {"learning_rate": 1e-5}, ("learning_rate", "actor_rollout_ref.actor.optim.lr")),
+        (("m", ROWS, len), {"learning_rate": 1e-5}, ("learning_rate", "did you mean lr")),
         (("m", ROWS, len), {"recipe": "grop"}, ("recipe grop", "grpo")),
         (("m", ROWS, len), {"trainer": {"seed": object()}}, ("trainer", "object")),
         (
             ("/nowhere/model", {"train_files": ROWS, "prompt_key": "question"}, lambda response: 0.0),
             {},
-            ("actor_rollout_ref.model.path", "no such folder"),
+            ("model='/nowhere/model'", "no such folder"),
         ),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(arguments, more, parts):
-    with pytest.raises((ConfigError, DataError, SeveralErrors), match=naming(*parts)):
+    with pytest.raises((ConfigError, DataError, SeveralErrors), match=naming(*parts)) as caught:
         strop.train(*arguments, **more)
+    assert [Path(str(frame.path)).name for frame in caught.traceback] == ["test_api.py", "session.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "in_words"),
+    [
+        ("a: data.prompt_key=q: no column", "a: data=dict(prompt_key='q'): no column"),
+        ("set trainer.save_freq, data.shuffle.", "set trainer=dict(save_freq=...), data=dict(shuffle=...)."),
+        ("actor_rollout_ref.actor.optim.lr=1e-06; try algorithm.adv_estimator", "lr=1e-06; try algorithm"),
+        ("(trainer.logger=[console, jsonl])", "(trainer=dict(logger=['console', 'jsonl']))"),
+        ("trainer.default_local_dir=/a/b.c: in use", "out='/a/b.c': in use"),
+        ("data.tokenizer=null. x.data.shuffle", "data=dict(tokenizer=None). x.data.shuffle"),
+        ("critic.optim.lr=...", "critic=dict(optim=dict(lr=...))"),
+    ],
+)
+def test_messages_have_keys_as_python_writes_them(text, in_words):
+    assert in_python(text, "train") == in_words
+
+
+def test_warnings_have_keys_as_python_writes_them(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("strop"), "propagate", False)  # to the handlers of pytest
+    with session("train"):
+        logging.getLogger("strop").warning("%s", "data.shuffle=False has no effect")
+    assert "data=dict(shuffle=False) has" in capsys.readouterr().err
 
 
 def test_names_of_rows_and_functions_follow_their_content():

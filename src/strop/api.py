@@ -7,37 +7,45 @@ called.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from strop.passed import passing
 from strop.results import Evaluation, Run
-from strop.session import generators_kept, session
+from strop.session import generators_kept, in_session
 
 if TYPE_CHECKING:
     from strop import keywords as keys
     from strop.data.sources import Rows
+    from strop.trainer.loop import OnStep
 
 __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
 
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
 
 
+@in_session("train")
 def train(
-    model: str | Path | keys.TrainActorRolloutRefModel,
+    model: str | Path | keys.PretrainedModel | keys.TrainActorRolloutRefModel,
     data: keys.Rows | keys.TrainData,
     reward: Reward = None,
     algorithm: str | Callable[..., Any] | keys.TrainAlgorithm | None = None,
     *,
     recipe: str | Path | None = "grpo",
     config: str | Path | Mapping[str, Any] | None = None,
+    tokenizer: keys.PretrainedModel | None = None,
+    on_step: OnStep | None = None,
     **overrides: Unpack[keys.TrainKeys],
 ) -> Run:
     """Train a model by reinforcement learning, as ``strop train`` does, and return the run.
 
     Args:
-        model: the path or hub name of a model, or a dict of keys below ``actor_rollout_ref.model``.
+        model: the path or hub name of a model; a model of transformers, with ``tokenizer``, which is saved to
+            ``model`` in the run folder (and stays where it is: free its memory if the run needs it); or a
+            dict of keys below ``actor_rollout_ref.model``.
         data: rows as a list of dicts, a ``datasets.Dataset``, a data frame or a pyarrow table; the name of a
             file, or a list of names (``strop docs data``); or a dict of keys below ``data``, in which
             ``train_files`` and ``val_files`` are any of these:
@@ -52,6 +60,9 @@ def train(
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
             defaults of ``strop train``.
         config: a YAML file laid over the defaults, or a dict of keys.
+        on_step: called in this process after each iteration as ``on_step(step, metrics)``, with the metrics
+            that ``run.metrics`` has. If it returns ``False``, the run is saved and returned as one that has
+            ended. Its exceptions are raised as they are.
         overrides: further keys (``strop docs config``), over ``config``: ``lr``, ``steps``, ``n`` (answers
             to each prompt) and ``out`` (the run folder); a section as a dict, ``trainer=dict(save_freq=10)``;
             or a whole name, ``**{"trainer.save_freq": 10}``. Keys that take an import path, as
@@ -67,20 +78,22 @@ def train(
         KeyboardInterrupt: after the run was ended and its workers are gone. ``strop.Run(folder)`` reads what
             it wrote, and the same call goes on from its last checkpoint.
     """
-    with session("train"):
-        given = _Given("train", config, overrides, recipe)
-        given.data(data)
-        given.algorithm(algorithm)
-        given.model("actor_rollout_ref.model", model)
-        given.reward(reward)
-        return _train(given)
+    given = _Given("train", config, overrides, recipe)
+    given.data(data)
+    given.algorithm(algorithm)
+    given.reward(reward)
+    given.model("actor_rollout_ref.model", model, tokenizer)
+    return _train(given, on_step)
 
 
+@in_session("sft")
 def sft(
-    model: str | Path | keys.SftModel,
+    model: str | Path | keys.PretrainedModel | keys.SftModel,
     data: keys.Rows | keys.SftData,
     *,
     config: str | Path | Mapping[str, Any] | None = None,
+    tokenizer: keys.PretrainedModel | None = None,
+    on_step: OnStep | None = None,
     **overrides: Unpack[keys.SftKeys],
 ) -> Run:
     """Fine-tune a model on responses, as ``strop sft`` does; the rows have ``prompt`` and ``response``.
@@ -88,37 +101,44 @@ def sft(
     The arguments are those of ``train``; ``model`` may be a dict of keys below ``model``.
     ``strop docs supervised_config`` lists the keys.
     """
-    return _supervised("sft", model, data, config, overrides)
+    return _supervised("sft", model, data, config, overrides, tokenizer, on_step)
 
 
+@in_session("train-rm")
 def train_rm(
-    model: str | Path | keys.SftModel,
+    model: str | Path | keys.PretrainedModel | keys.SftModel,
     data: keys.Rows | keys.TrainRmData,
     *,
     config: str | Path | Mapping[str, Any] | None = None,
+    tokenizer: keys.PretrainedModel | None = None,
+    on_step: OnStep | None = None,
     **overrides: Unpack[keys.TrainRmKeys],
 ) -> Run:
     """Train a reward model, as ``strop train-rm`` does, on ``prompt``, ``chosen`` and ``rejected``.
 
     The arguments are those of ``sft``.
     """
-    return _supervised("train-rm", model, data, config, overrides)
+    return _supervised("train-rm", model, data, config, overrides, tokenizer, on_step)
 
 
+@in_session("dpo")
 def dpo(
-    model: str | Path | keys.SftModel,
+    model: str | Path | keys.PretrainedModel | keys.SftModel,
     data: keys.Rows | keys.TrainRmData,
     *,
     config: str | Path | Mapping[str, Any] | None = None,
+    tokenizer: keys.PretrainedModel | None = None,
+    on_step: OnStep | None = None,
     **overrides: Unpack[keys.DpoKeys],
 ) -> Run:
     """Train a policy, as ``strop dpo`` does, on ``prompt``, ``chosen`` and ``rejected``.
 
     The arguments are those of ``sft``.
     """
-    return _supervised("dpo", model, data, config, overrides)
+    return _supervised("dpo", model, data, config, overrides, tokenizer, on_step)
 
 
+@in_session("evaluation")
 def evaluate(
     model: str | Path,
     data: keys.Rows | keys.TrainData,
@@ -148,27 +168,26 @@ def evaluate(
         config: as for ``train``.
         overrides: as for ``train``.
     """
-    with session("evaluation"):
-        from strop.trainer import evaluation
+    from strop.trainer import evaluation
 
-        given = _Given("train", config, overrides)
-        given.data(data, "val_files")
-        given.reward(reward)
-        own = evaluation.settings(
-            str(model),
-            (),
-            n=n,
-            temperature=temperature,
-            max_prompt_length=max_prompt_length,
-            max_response_length=max_response_length,
-            limit=limit,
-            out=out,
-        )
-        with passing(given.functions):
-            loaded = given.load(below=own)
-            with generators_kept():
-                evaluation.evaluate(loaded, rows=given.rows)
-        return Evaluation(loaded.trainer.default_local_dir)
+    given = _Given("train", config, overrides)
+    given.data(data, "val_files")
+    given.reward(reward)
+    own = evaluation.settings(
+        str(model),
+        (),
+        n=n,
+        temperature=temperature,
+        max_prompt_length=max_prompt_length,
+        max_response_length=max_response_length,
+        limit=limit,
+        out=out,
+    )
+    with passing(given.functions):
+        loaded = given.load(below=own)
+        with generators_kept():
+            evaluation.evaluate(loaded, rows=given.rows)
+    return Evaluation(loaded.trainer.default_local_dir)
 
 
 class _Given:
@@ -196,18 +215,33 @@ class _Given:
     def set(self, key: str, value: Any) -> None:
         self.values[key] = self._plain(value)
 
-    def model(self, key: str, model: Any) -> None:
+    def model(self, key: str, model: Any, tokenizer: Any) -> None:
         from strop.errors import ConfigError
 
-        if isinstance(model, Mapping):
-            self.set(key, model)
-        elif isinstance(model, str | Path):
-            self.set(f"{key}.path", model)
-        else:
+        if isinstance(model, Mapping | str | Path) and tokenizer is None:
+            self.set(key if isinstance(model, Mapping) else f"{key}.path", model)
+            return
+        if not (hasattr(model, "save_pretrained") and hasattr(tokenizer, "save_pretrained")):
             raise ConfigError(
-                f"model: found {type(model).__module__}.{type(model).__name__}, expected the path or hub "
-                "name of a model; save it first: model.save_pretrained(folder), and the tokenizer, too"
+                f"model: found {type(model).__name__} with tokenizer={type(tokenizer).__name__}; expected a "
+                "path or hub name, or a model of transformers with tokenizer=its tokenizer"
             )
+        from strop.config.paths import expand
+        from strop.data.tokenize import tokenizer_fingerprint
+        from strop.engines.base import weights_hash
+
+        weights, settings = weights_hash(model.named_parameters()), model.config.to_json_string()
+        text = f"{weights} {settings} {tokenizer_fingerprint(tokenizer)}"
+        self.set(f"{key}.path", f"{type(model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        folder = self.load().trainer.default_local_dir  # which may be named after the model
+        path = Path(expand(folder), "model", self.values[f"{key}.path"]).absolute()
+        if not path.exists():
+            building = path.with_name(f".{path.name}-{os.getpid()}")  # a kill leaves no half model
+            model.save_pretrained(building)
+            tokenizer.save_pretrained(building)
+            building.rename(path)
+        self.set(f"{key}.path", path)
+        self.overrides.append({"trainer.default_local_dir": folder})
 
     def data(self, data: Any, main: str = "train_files") -> None:
         self.values |= self._with_sources({"data": data if _is_section(data) else {main: data}})
@@ -308,19 +342,20 @@ def _is_section(data: Any) -> bool:
     return isinstance(data, Mapping) and type(data).__module__.partition(".")[0] != "datasets"
 
 
-def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Mapping[str, Any]) -> Run:
-    with session(command):
-        given = _Given(command, config, overrides)
-        given.data(data)
-        given.model("model", model)
-        return _train(given)
+def _supervised(
+    command: str, model: Any, data: Any, config: Any, overrides: Any, tokenizer: Any, on_step: Any
+) -> Run:
+    given = _Given(command, config, overrides)
+    given.data(data)
+    given.model("model", model, tokenizer)
+    return _train(given, on_step)
 
 
-def _train(given: _Given) -> Run:
+def _train(given: _Given, on_step: OnStep | None) -> Run:
     from strop.trainer.commands import fitted, train
 
     with passing(given.functions):
         config, data, _ = fitted(given.load, given.rows)
         with generators_kept():
-            train(config, rows=given.rows, data=data)
+            train(config, rows=given.rows, data=data, on_step=on_step)
     return Run(config.trainer.default_local_dir)

@@ -24,6 +24,7 @@ from strop.errors import Attempts, WorkerError
 if TYPE_CHECKING:
     from strop.data.outline import Outline
     from strop.data.sources import Rows
+    from strop.trainer.loop import OnStep
     from strop.trainer.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def train(
     *,
     rows: Sequence[Rows] = (),
     data: Outline | None = None,
+    on_step: OnStep | None = None,
 ) -> bool:
     """Check the configuration and train; see ``require_valid``, ``train_once`` and ``with_restarts``."""
     require_valid(config, rows, data)
@@ -102,7 +104,7 @@ def train(
         if not config.data.val_files:
             logger.info("no validation: data.val_files is not set")
     say_loading()
-    return with_restarts(config, partial(train_once, rows=rows))
+    return with_restarts(config, partial(train_once, rows=rows, on_step=on_step))
 
 
 def build(
@@ -129,11 +131,7 @@ def say_loading() -> None:
         logger.info("loading torch")
 
 
-def train_once(
-    config: RootConfig,
-    *,
-    rows: Sequence[Rows] = (),
-) -> bool:
+def train_once(config: RootConfig, *, rows: Sequence[Rows] = (), on_step: OnStep | None = None) -> bool:
     """Build the trainer, train, and release its workers even if it raises.
 
     Return False if the trained model could not be uploaded (``trainer.push_to_hub``).
@@ -148,7 +146,7 @@ def train_once(
             report_reward(trainer)
         logger.info("loading the model")
         trainer.init_workers()
-        trainer.fit()
+        trainer.fit(on_step)
         return not trainer.upload_failed
     finally:
         trainer.shutdown()

@@ -41,6 +41,9 @@ from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
 
+OnStep = Callable[[int, dict[str, float]], Any]
+"""Is called after each iteration with its number and its metrics; ``False`` stops the run."""
+
 CAUSAL = "AutoModelForCausalLM"
 """Class of transformers that loads a policy."""
 
@@ -50,6 +53,7 @@ class Run(ABC):
 
     trained: tuple[str, ...]
     """Names of the groups whose state is saved; the model of the first is exported at the end."""
+    on_step: OnStep | None = None
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -66,8 +70,9 @@ class Run(ABC):
         self.publication: Publication | None = trainer.publication
         self._lengths_figure: Future[Path] | None = None
 
-    def fit(self) -> None:
+    def fit(self, on_step: OnStep | None = None) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
+        self.on_step = on_step
         # On exit: finish the save in flight, wait for uploads, release the lock.
         with run_lock(self.folder.path):
             with self._drawn_at_the_end(), self.checkpoints:
@@ -166,6 +171,11 @@ class Run(ABC):
                 if is_due or self.checkpoints.is_time(last=trainer.global_step == trainer.total_steps):
                     with trainer.timer.phase("save_checkpoint"):
                         self.save(by_time=not is_due)
+            if self.on_step is not None and self.on_step(trainer.global_step, metrics) is False:
+                if self._whole is not None:
+                    self._save_to_stop(self._whole["global_step"])
+                logger.info("stopped at step %d by on_step; the same call goes on", trainer.global_step)
+                break
             if trainer.global_step == trainer.total_steps:
                 break
         self.checkpoints.finish()
@@ -217,18 +227,22 @@ class Run(ABC):
             at_once = held is not None and held.broke_in
             if whole is None or at_once or not is_interrupt(error):
                 raise
-            if self.checkpoints.lacks(whole["global_step"]):
-                logger.info("saving iteration %d", whole["global_step"])
-                limit = interrupt_after(HOLD_INTERRUPTS_S)  # a worker may hang in a call before the save
-                try:
-                    self.save(by_time=not self.is_due(self.settings.save_freq), stopping=True)
-                except (StropError, OSError) as failure:  # the interrupt remains the cause
-                    logger.warning("warning: %s", failure)
-                finally:
-                    limit.cancel()
-            else:
-                self.checkpoints.copy(whole["global_step"])  # one saved by time is only here
+            limit = interrupt_after(HOLD_INTERRUPTS_S)  # a worker may hang in a call before the save
+            try:
+                self._save_to_stop(whole["global_step"])
+            except (StropError, OSError) as failure:  # the interrupt remains the cause
+                logger.warning("warning: %s", failure)
+            finally:
+                limit.cancel()
             raise
+
+    def _save_to_stop(self, step: int) -> None:
+        """Save iteration ``step``, the last whole one, unless it is saved."""
+        if self.checkpoints.lacks(step):
+            logger.info("saving iteration %d", step)
+            self.save(by_time=not self.is_due(self.settings.save_freq), stopping=True)
+        else:
+            self.checkpoints.copy(step)  # one saved by time is only here
 
     def is_due(self, every: int) -> bool:
         """Return True after each ``every`` iterations and after the last one; never for -1."""

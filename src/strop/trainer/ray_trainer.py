@@ -25,7 +25,7 @@ from strop.rewards.base import as_reward
 from strop.terminal import printable
 from strop.tracking.samples import HiddenTokensWarning, samples_table, write_samples, write_table
 from strop.trainer.frozen_head import warn_of_frozen_head
-from strop.trainer.loop import CAUSAL, Run
+from strop.trainer.loop import CAUSAL, OnStep, Run
 from strop.trainer.metrics import (
     PhaseTimer,
     peak_memory,
@@ -303,9 +303,9 @@ class RayPPOTrainer(VerlNames):
             logger.warning("warning: %s", warning)
         return batch, metrics
 
-    def fit(self) -> None:
+    def fit(self, on_step: OnStep | None = None) -> None:
         """Train up to ``total_steps`` iterations, from the last checkpoint if there is one."""
-        ReinforcementRun(self).fit()
+        ReinforcementRun(self).fit(on_step)
 
     def shutdown(self) -> None:
         """End the workers and the scoring processes; the trainer cannot be used afterwards."""
@@ -329,13 +329,12 @@ class ReinforcementRun(Run):
         self.has_validated = False
         self.async_steps_before = 0
 
-    def fit(self) -> None:
+    def fit(self, on_step: OnStep | None = None) -> None:
         try:
-            super().fit()
-        except BaseException:
+            super().fit(on_step)
+        finally:
             if self.trainer.pipeline is not None:  # only now: a checkpoint may have waited for the scores
                 self.trainer.pipeline.cancel()
-            raise
 
     def start(self) -> None:
         self.trainer.ppo.before_update = self.begin_update

@@ -32,7 +32,7 @@ from strop.tracking.report import ShownPair, ValidationReport
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.frozen_head import warn_of_frozen_head
-from strop.trainer.loop import CAUSAL, Run
+from strop.trainer.loop import CAUSAL, OnStep, Run
 from strop.trainer.metrics import PhaseTimer, peak_memory
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
@@ -201,9 +201,9 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
         self.group.init_model()
 
-    def fit(self) -> None:
+    def fit(self, on_step: OnStep | None = None) -> None:
         """Train up to ``total_steps`` iterations; call ``init_workers`` first."""
-        SupervisedRun(self).fit()
+        SupervisedRun(self).fit(on_step)
 
     def shutdown(self) -> None:
         """End the workers and free what they hold; the trainer cannot be used afterwards."""
