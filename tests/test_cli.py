@@ -244,8 +244,11 @@ def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     )
 
 
-def test_keys_and_words_are_completed():
+def test_keys_words_and_files_are_completed(tmp_path, monkeypatch):
     keys = _Keys("train")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.csv").touch()
+    assert "sums.csv" in keys("su")
     assert "data.train_files=" in keys("data.tr")
     assert keys("trainer.device=") == ["trainer.device=auto", "trainer.device=cpu", "trainer.device=cuda"]
     assert keys("trainer.val_only=") == ["trainer.val_only=True", "trainer.val_only=False"]

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 class _Keys:
-    """Completes ``key=value``: the key, then a value of a key with few values, or a path."""
+    """Completes a path (MODEL, DATA) or ``key=value``: the key, then one of few values, or a path."""
 
     def __init__(self, command: str) -> None:
         from strop.config.keys import all_keys
@@ -46,7 +46,7 @@ class _Keys:
 
         path, equals, value = prefix.partition("=")
         if not equals:
-            return [f"{key}=" for key in self._keys]
+            return [*(f"{key}=" for key in self._keys), *completers.FilesCompleter()(prefix)]
         expected = self._keys[path].expected if path in self._keys else ""
         if expected == "True or False":
             return [f"{path}=True", f"{path}=False"]
