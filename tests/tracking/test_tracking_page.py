@@ -288,7 +288,7 @@ def test_a_browser_shows_names_of_one_number_once(browser, tmp_path):
         script = (
             "curveSettings.find = arguments[0]; return panelsOf(state.runs).map((box) => box.textContent)"
         )
-        browser.until("state.runs[0].metrics")
+        browser.until("drawn.size")
         [panel] = browser.run(script, "score")
         assert panel.startswith("critic/score/mean")
         [panel] = browser.run(script, "objective/scores")
