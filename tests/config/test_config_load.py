@@ -226,6 +226,8 @@ def test_missing_files_and_folders_are_errors_with_the_alternatives(folder):
         )
     ]
     assert problems_of(config_path="/no/such") == [Message("--config-path", "/no/such")]
+    meant = f"did you mean {folder}/plain.yaml?"
+    assert problems_of(config_path=folder / "plan.yaml") == [Message("--config-path", meant)]
     assert mentions(problems_of(config_name="other")[0], "ppo_trainer")
     (folder / "bare").mkdir()
     assert mentions(problems_of(config_path=folder / "bare")[0], "YAML")

@@ -26,6 +26,7 @@ from strop.trainer.commands import fitted
 
 import tiny_model
 from builders import write_prompts
+from messages import mentions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIM = "actor_rollout_ref.actor.optim"
@@ -113,7 +114,7 @@ def test_a_file_of_the_user_is_a_recipe_below_another_file_and_overrides(tmp_pat
         load_tree(PPO, recipe="none.yaml")
 
 
-def test_the_command_takes_a_recipe_and_names_a_wrong_one(tmp_path, capsys):
+def test_the_command_takes_a_recipe(tmp_path, capsys):
     data = write_prompts(tmp_path / "train.parquet", 20)
     options = [f"data.train_files={data}", "actor_rollout_ref.model.path=owner/name"]
     assert main(["check", "--config-only", "--recipe", "grpo", *options]) == 0
@@ -122,8 +123,15 @@ def test_the_command_takes_a_recipe_and_names_a_wrong_one(tmp_path, capsys):
     assert "data.train_batch_size=20: the default of 32" in shown
     assert main(["check", "--config-only", "--recipe", "grpo", *options, "data.train_batch_size=64"]) == 2
     assert "data.train_batch_size=20" not in capsys.readouterr().out
+
+
+def test_a_misspelt_recipe_is_answered_by_the_one_that_is_there(tmp_path, capsys):
+    options = ["data.train_files=t.parquet", "actor_rollout_ref.model.path=owner/name"]
     assert main(["train", "--recipe", "grop", *options]) == 2
-    assert "grpo, ppo" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, "grpo, ppo", "did you mean grpo?")
+    (tmp_path / "mine.yaml").write_text("trainer: {}")
+    assert main(["train", "--recipe", f"{tmp_path}/min.yaml", *options]) == 2
+    assert f"did you mean {tmp_path}/mine.yaml?" in capsys.readouterr().err
 
 
 @pytest.fixture(params=FILES)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from strop.config.keys import nearest_key
-from strop.config.paths import expand
+from strop.config.paths import expand, similar_path
 from strop.config.schema import RootConfig
 from strop.errors import ConfigError
 
@@ -130,7 +130,7 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
     if path.is_file() and config_name is None:
         return path
     if not path.is_dir():
-        raise ConfigError(f"--config-path {config_path}: no such file or folder")
+        raise ConfigError(f"--config-path {config_path}: no such file or folder{similar_path(config_path)}")
     file = path / f"{name}.yaml"
     if not file.is_file():
         found = ", ".join(sorted(other.name for other in path.glob("*.yaml"))) or "no YAML file"

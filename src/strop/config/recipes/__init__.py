@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from strop.config.names import inputs_of
 from strop.config.overrides import compose_file
-from strop.config.paths import expand
-from strop.errors import ConfigError
+from strop.config.paths import expand, similar_path
+from strop.errors import ConfigError, did_you_mean
 
 RECIPES = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.yaml"))}
 """Name -> the shipped file."""
@@ -33,7 +33,8 @@ def read_recipe(recipe: str | Path, default_name: str) -> DictConfig:
     """
     file = RECIPES.get(str(recipe)) or Path(expand(recipe)).resolve()
     if not file.is_file():
-        raise ConfigError(f"recipe {recipe}: expected {', '.join(RECIPES)}, or the path of a YAML file")
+        near = did_you_mean(str(recipe), RECIPES) or similar_path(recipe)
+        raise ConfigError(f"recipe {recipe}: expected {', '.join(RECIPES)}, or the path of a YAML file{near}")
     return compose_file(file, (), default_name)
 
 
