@@ -458,6 +458,9 @@ def test_the_table_of_a_notebook_is_replaced_in_place(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     table = NotebookTable(RunInfo(tmp_path, "project", "<b>", {}, total_steps=4))
+    table._drawn = 0.0
+    table.log_progress("generate 3 of 8 samples")
+    assert "generate 3 of 8 samples" in shown[-1]["text/plain"]
     table.log(1, {"critic/score/mean": 0.25})
     table.close()
     assert "&lt;b&gt;" in shown[-1]["text/html"]

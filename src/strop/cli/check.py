@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="also show the keys that differ from the defaults"
     )
+    parser.add_argument(
+        "--time", action="store_true", help="also load the models, and measure how long the run takes"
+    )
     known = versions()
     parser.add_argument(
         "--from",
@@ -129,6 +132,15 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(literal(f"{name:<8}{words}"))
     if scored is not None:
         console.print(reward_table(scored))
+    if arguments.time and not errors:
+        if not isinstance(config, Config) or config.trainer.val_only:
+            raise ConfigError("--time measures runs of reinforcement learning (strop train)")
+        from strop.trainer.timing import measured
+
+        logging.getLogger("strop").setLevel(logging.ERROR)  # the warnings are above
+        console.print("measuring, with the models loaded ...")
+        for line in measured(config):
+            console.print(literal(line))
     if arguments.full:
         console.print(tables(result, config), all_values(config))
     return 2 if errors else 0

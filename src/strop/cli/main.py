@@ -68,7 +68,8 @@ Keys: strop docs supervised_config""",
 strop check MODEL DATA ...            the arguments of strop train: sizes, memory, every error
 strop check --command sft MODEL DATA  those of strop sft
 strop check --full ...                show all keys, not those alone that differ from the defaults
-strop check --config-only ...         do not read data sets and rewards""",
+strop check --config-only ...         do not read data sets and rewards
+strop check --time ...                load the models too, and measure how long the run takes""",
     ),
     "eval": _Command(
         "answer the prompts of a data set with a model, and score the answers",

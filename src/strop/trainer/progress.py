@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _LONG_S = 86_400.0
 _STEADY_S = 10.0
-"""Generation before its forecast may be warned of: the first tokens are slow."""
+"""Time of a phase before its forecast may be warned of: the first tokens are slow."""
 _SHORTER = ("data.max_response_length", "actor_rollout_ref.rollout.n", "data.train_batch_size")
 _GENERATES = {"gen": "generate", "gen_greedy": "greedy", "wait_samples": "wait", "testing": "validate"}
 
@@ -33,7 +33,7 @@ class Progress:
         self.phases: list[tuple[str, float]] = []
         """Phases under way, the innermost last, each with its start in seconds of ``perf_counter``."""
         self._config, self._warned = config, False
-        self._generation: Callable[[float], tuple[str, float, bool]] = lambda now: ("", 0.0, False)
+        self._generation: Callable[[float], tuple[str, float]] = lambda now: ("", 0.0)
         self._step = self._steps = 0
         self._begins: deque[float] = deque(maxlen=11)
 
@@ -56,15 +56,14 @@ class Progress:
             counts[row] = done, tokens
             self._generation = state  # of several calls in flight, the one that runs
 
-        def state(now: float) -> tuple[str, float, bool]:
+        def state(now: float) -> tuple[str, float]:
             done, tokens = map(sum, zip((before, 0), *counts.values(), strict=True))
             text = f"{done:,} of {total:,} samples"
             if not tokens:
-                return text, 0.0, False
+                return text, 0.0
             rate = tokens / max(now - began, 1e-3)
             # those left get at least the mean
-            most = (total - done) * (longest - tokens / total) / rate
-            return f"{text}, {rate:,.0f} tok/s", most, now - began > _STEADY_S
+            return f"{text}, {rate:,.0f} tok/s", (total - done) * (longest - tokens / total) / rate
 
         self._generation = state
         return advanced
@@ -91,22 +90,18 @@ class Progress:
         if not (phases := self.phases[-1:]):
             return ""
         now, ((name, since),) = time.perf_counter(), phases
-        parts, most, steady = [f"{_GENERATES.get(name, name)} {duration(now - since)}"], 0.0, True
+        parts, most = [f"{_GENERATES.get(name, name)} {duration(now - since)}"], 0.0
         if name in _GENERATES:
-            text, most, steady = self._generation(now)
+            text, most = self._generation(now)
             parts.append(text)
         if self._begins:
             seconds, kind = now - self._begins[-1] + most, "generation at most " if most else "at least "
             if len(self._begins) > 1:
                 seconds, kind = (self._begins[-1] - self._begins[0]) / (len(self._begins) - 1), ""
-            run = seconds * self._steps
             parts = [f"step {self._step}/{self._steps}", *parts]
-            parts.append(f"{kind}{duration(seconds)} a step, {duration(run)} in the run")
-            if (
-                (steady or not kind)
-                and not self._warned
-                and (warning := long_run(self._config, seconds, self._steps))
-            ):
+            parts.append(f"{kind}{duration(seconds)} a step, {duration(seconds * self._steps)} in the run")
+            warning = long_run(self._config, seconds, self._steps)
+            if warning and not self._warned and (not kind or now - since > _STEADY_S):
                 self._warned = True
                 logger.warning("warning: %s", warning)
         elif most:
