@@ -226,7 +226,6 @@ class _Given:
                 f"model: found {type(model).__name__} with tokenizer={type(tokenizer).__name__}; expected a "
                 "path or hub name, or a model of transformers with tokenizer=its tokenizer"
             )
-        from strop.config.paths import expand
         from strop.data.tokenize import tokenizer_fingerprint
         from strop.engines.base import weights_hash
 
@@ -234,7 +233,7 @@ class _Given:
         text = f"{weights} {settings} {tokenizer_fingerprint(tokenizer)}"
         self.set(f"{key}.path", f"{type(model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
         folder = self.load().trainer.default_local_dir  # which may be named after the model
-        path = Path(expand(folder), "model", self.values[f"{key}.path"]).absolute()
+        path = Path(folder, "model", self.values[f"{key}.path"]).expanduser().absolute()
         if not path.exists():
             building = path.with_name(f".{path.name}-{os.getpid()}")  # a kill leaves no half model
             model.save_pretrained(building)
