@@ -15,7 +15,6 @@ from strop.rewards.arguments import BATCH_NAMES, GROUND_TRUTHS, SAMPLE_NAMES, Fu
 from strop.rewards.base import Example, Reward, Tried
 from strop.rewards.scorer import Outcome
 
-_OF_EVERY_ROW = ("index", "uid")  # columns that strop adds
 _TRIED = ("the first row", "the second row")
 """Rows on which a user's reward function must fail to be an error: one alone may be odd."""
 _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
@@ -70,8 +69,7 @@ def example_of(
     else:
         form = _FORMS[0]
     answer, sentence, number = answers[0][1], None, _as_number(answers[0][1])
-    if answer:
-        example.tried = [right, empty]
+    example.tried = [right, empty] if answer else [right]
     if answer and len(answer) <= LONGEST_ANSWER and "\n" not in answer:
         written = "" if form == "{}" else f"\n{form.format(answer)}"
         wrong = "something else" if isinstance(number, str) else str(number + 1)
@@ -140,7 +138,7 @@ def _answers(
     ((_, truth, _),) = row_fields(prompts, reward_fn_key)
     if truth is not None and any(function.names & GROUND_TRUTHS for function in functions):
         return [("its ground truth", str(truth))], True
-    known = {*SAMPLE_NAMES, *BATCH_NAMES, *_OF_EVERY_ROW, prompt_key, reward_fn_key}
+    known = {*SAMPLE_NAMES, *BATCH_NAMES, "index", "uid", prompt_key, reward_fn_key}
     columns = {name: column[0] for name, column in prompts.non_tensor_batch.items() if name not in known}
     named = {
         f"its column {name!r}": str(columns[name])
