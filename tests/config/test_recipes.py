@@ -117,9 +117,9 @@ def test_a_file_of_the_user_is_a_recipe_below_another_file_and_overrides(tmp_pat
 def test_the_command_takes_a_recipe(tmp_path, capsys):
     data = write_prompts(tmp_path / "train.parquet", 20)
     options = [f"data.train_files={data}", "actor_rollout_ref.model.path=owner/name"]
-    assert main(["check", "--config-only", "--recipe", "grpo", *options]) == 0
+    assert main(["check", "--config-only", "--full", "--recipe", "grpo", *options]) == 0
     shown = capsys.readouterr().out
-    assert "algorithm.adv_estimator: grpo  (default: gae)" in shown
+    assert "adv_estimator: grpo  # recipe grpo" in shown
     assert "data.train_batch_size=20: the default of 32" in shown
     assert main(["check", "--config-only", "--recipe", "grpo", *options, "data.train_batch_size=64"]) == 2
     assert "data.train_batch_size=20" not in capsys.readouterr().out
