@@ -57,7 +57,7 @@ class Toy:
         """Keep nothing."""
 
     @register(Dispatch.DATA_PARALLEL)
-    def generate_sequences(self, prompts: DataProto, finished: Any = None) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, **callbacks: Any) -> DataProto:
         time.sleep(self.seconds)
         self.generated.append((int(prompts.non_tensor_batch["uid"][0].split("-")[0]), self.version))
         rows, width = len(prompts) * 2, 4

@@ -96,8 +96,8 @@ def sample_from_another_policy(monkeypatch):
     seen = []
 
     def make(plain):
-        def generate(worker, prompts, finished=None):
-            batch = plain(worker, prompts, finished)
+        def generate(worker, prompts, **callbacks):
+            batch = plain(worker, prompts, **callbacks)
             columns = dict(batch.batch)
             shift = 0.3 * torch.sin(7.0 * columns["responses"]) * columns["response_mask"]
             columns["rollout_log_probs"] = columns["rollout_log_probs"] + shift

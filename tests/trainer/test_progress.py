@@ -52,6 +52,8 @@ def test_the_first_iteration_is_bounded_while_it_generates(progress, clock):
             "step 1/40  generate 0:00:02  4 of 16 samples, 160 tok/s  "
             "generation at most 0:01:16 a step, 0:50:20 in the run"
         )
+        clock.now += 5
+        assert "160 tok/s" in progress._line()  # of the last report
     with PhaseTimer(progress.phases).phase("update_actor"):
         clock.now += 3
         assert (

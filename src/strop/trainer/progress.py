@@ -33,7 +33,7 @@ class Progress:
         self.phases: list[tuple[str, float]] = []
         """Phases under way, the innermost last, each with its start in seconds of ``perf_counter``."""
         self._config, self._warned = config, False
-        self._generation: Callable[[float], tuple[str, float]] = lambda now: ("", 0.0)
+        self._generation: Callable[[], tuple[str, float]] = lambda: ("", 0.0)
         self._step = self._steps = 0
         self._begins: deque[float] = deque(maxlen=11)
 
@@ -48,20 +48,21 @@ class Progress:
         ``total`` samples are awaited, of which earlier calls completed ``before``.
         """
         counts: dict[int, tuple[int, int]] = {}  # samples and tokens, by the first row of a rank
-        longest, began = value_at(self._config, "data.max_response_length"), 0.0
+        longest, began, last = value_at(self._config, "data.max_response_length"), 0.0, 0.0
 
         def advanced(row: int, done: int, tokens: int) -> None:
-            nonlocal began
-            began = began or time.perf_counter()
+            nonlocal began, last
+            last = time.perf_counter()
+            began = began or last
             counts[row] = done, tokens
             self._generation = state  # of several calls in flight, the one that runs
 
-        def state(now: float) -> tuple[str, float]:
+        def state() -> tuple[str, float]:
             done, tokens = map(sum, zip((before, 0), *counts.values(), strict=True))
             text = f"{done:,} of {total:,} samples"
             if not tokens:
                 return text, 0.0
-            rate = tokens / max(now - began, 1e-3)
+            rate = tokens / max(last - began, 1e-3)
             # those left get at least the mean
             return f"{text}, {rate:,.0f} tok/s", (total - done) * (longest - tokens / total) / rate
 
@@ -92,7 +93,7 @@ class Progress:
         now, ((name, since),) = time.perf_counter(), phases
         parts, most = [f"{_GENERATES.get(name, name)} {duration(now - since)}"], 0.0
         if name in _GENERATES:
-            text, most = self._generation(now)
+            text, most = self._generation()
             parts.append(text)
         if self._begins:
             seconds, kind = now - self._begins[-1] + most, "generation at most " if most else "at least "
