@@ -57,7 +57,7 @@ def test_the_first_iteration_is_bounded_while_it_generates(progress, clock):
     with PhaseTimer(progress.phases).phase("update_actor"):
         clock.now += 3
         assert (
-            progress._line() == "step 1/40  update_actor 0:00:03  at least 0:00:05 a step, 0:03:20 in the run"
+            progress._line() == "step 1/40  update_actor 0:00:03  at least 0:00:10 a step, 0:06:40 in the run"
         )
 
 
