@@ -51,11 +51,8 @@ def add_keys_arguments(parser: argparse.ArgumentParser) -> None:
 def run_keys(arguments: argparse.Namespace) -> int:
     """Print the keys that have all the words, those with the words in their names first."""
     tree = TREES[arguments.command]
-    words = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}", re.IGNORECASE) for word in arguments.words]
-
-    def has_words(text: str) -> bool:
-        return all(word.search(text) for word in words)
-
+    pattern = "".join(rf"(?=.*(?<![a-z0-9]){re.escape(word)})" for word in arguments.words)
+    has_words = re.compile(pattern, re.IGNORECASE).match
     keys = [key for key in all_keys(tree.schema).values() if not key.is_section]
     found = [key for key in keys if has_words(f"{key.path} {key.doc}")]
     if not found:
