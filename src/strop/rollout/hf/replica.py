@@ -47,6 +47,7 @@ class HFReplica:
                 setattr(owner, name, buffer.to(device))
         self.update_weights(weights)
         self._rollout = HFRollout(model, **options)
+        self.advanced = self._rollout.advanced
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFReplica:
@@ -63,6 +64,7 @@ class HFReplica:
     ) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
+        self._rollout.advanced = self.advanced
         return self._rollout.generate(prompts, params, finished)
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
@@ -72,6 +74,7 @@ class HFReplica:
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
+        self._rollout.advanced = self.advanced
         return self._rollout.finish(batch, version, finished)
 
     def in_flight(self) -> dict[str, Any]:
