@@ -13,10 +13,13 @@ TODAY := $(shell date +%F)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo preferences test test-all check format bench gpu families docs dist clean
+.PHONY: demo tool-demo preferences test test-all check format bench gpu families docs dist clean
 
 demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after; ASYNC=1: generate while it learns
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --async-steps $(ASYNC) --out $(DEMO_DIR)
+
+tool-demo: .venv/core  ## teach a tiny model to use a tool; show accuracy before, after, and with the tool off
+	$(BIN)/python examples/tool_demo.py --seed $(SEED)
 
 preferences: .venv/core  ## SFT, reward model and PPO from comparisons, evaluated by a known ground truth
 	$(BIN)/python examples/preferences.py --seed $(SEED)

@@ -93,6 +93,7 @@ PAGES = {
     "algorithm": ["algorithm"],
     "data": ["data"],
     "reward_model": ["reward_model", "custom_reward_function"],
+    "environment": ["environment"],
     "trainer": ["trainer"],
     "model": ["actor_rollout_ref", "actor_rollout_ref.model"],
     "actor": ["actor_rollout_ref.actor"],

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
 
+Environment = str | Path | type | Mapping[str, Any] | None
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
 
 
@@ -34,6 +35,8 @@ def train(
     reward: Reward = None,
     algorithm: str | Callable[..., Any] | keys.TrainAlgorithm | None = None,
     *,
+    environment: Environment = None,
+    tools: Sequence[str | Callable[..., Any]] = (),
     recipe: str | Path | None = "grpo",
     config: str | Path | Mapping[str, Any] | None = None,
     tokenizer: keys.PretrainedModel | None = None,
@@ -57,6 +60,10 @@ def train(
             cloudpickle; lambdas, closures and functions of a notebook work.
         algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a function that estimates
             advantages, or a dict of keys below ``algorithm``. None: that of ``config``, else the recipe's.
+        environment: what answers the turns of a sample (``strop docs environments``): a class,
+            ``file.py:Class``, a dict of these by the column ``environment`` of a row, or a dict of keys below
+            ``environment``.
+        tools: functions, and classes, which the policy may call.
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
             defaults of ``strop train``.
         config: a YAML file laid over the defaults, or a dict of keys.
@@ -83,6 +90,7 @@ def train(
     given.algorithm(algorithm)
     given.reward(reward)
     given.model("actor_rollout_ref.model", model, tokenizer)
+    given.environment(environment, tools)
     return _train(given, on_step)
 
 
@@ -150,6 +158,8 @@ def evaluate(
     max_response_length: int | None = None,
     limit: int | None = None,
     out: str | Path | None = None,
+    environment: Environment = None,
+    tools: Sequence[str | Callable[..., Any]] = (),
     config: str | Path | Mapping[str, Any] | None = None,
     **overrides: Unpack[keys.EvaluateKeys],
 ) -> Evaluation:
@@ -165,6 +175,7 @@ def evaluate(
         max_response_length: in tokens; a longer answer is cut. None: 512, or half of the window.
         limit: use only the first prompts of each data source.
         out: folder for ``samples.parquet`` and ``results.json``. None: a new one in ``evaluations``.
+        environment: as for ``train``, and ``tools``.
         config: as for ``train``.
         overrides: as for ``train``.
     """
@@ -293,6 +304,17 @@ class _Given:
             return
         parts = {name: {"scorer": function} for name, function in zip(names, functions, strict=True)}
         self.set("reward_model.parts", {"rule": 0, **parts})
+
+    def environment(self, environment: Environment, tools: Sequence[Any]) -> None:
+        from strop.config.schema.environment import EnvironmentConfig
+
+        known = EnvironmentConfig.model_fields.keys()
+        if isinstance(environment, Mapping) and environment.keys() <= known:
+            self.set("environment", environment)
+        elif environment is not None:
+            self.set("environment.path", environment)
+        if tools:
+            self.set("environment.tools", list(tools))
 
     def load(self, defaults: Mapping[str, Any] | None = None, below: Mapping[str, Any] | None = None) -> Any:
         """Return the configuration; ``defaults`` lie below the user's file, ``below`` over it."""

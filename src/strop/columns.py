@@ -10,7 +10,7 @@ Shapes: B samples (prompts x n, a prompt's samples adjacent), P prompt tokens (`
 response tokens (``data.max_response_length``), L = P + T, H hidden size, n samples per prompt. Micro-batches
 drop token positions that are padding in all of their rows.
 
-A worked example of the general layout (no rollout inserts tool answers yet): P = 3, T = 8.
+A worked example of the general layout: P = 3, T = 8.
 The policy of version 7 writes a tool call ("c1 c2") and its turn ends; the environment inserts the tool's
 answer ("a1 a2"); meanwhile the policy was updated, so version 8 samples the final turn ("r1 r2" and the stop
 token "."). "_" is padding::
@@ -59,6 +59,9 @@ def _read(table: str) -> dict[str, Column]:
     return {name: Column(*cells) for name, *cells in rows}
 
 
+ENDED_BY = ("", "stop", "length", "turns", "environment", "error")
+"""Code -> the reason of a sample's end: a turn without calls, a limit of tokens, a limit of turns, the
+environment, an error of the environment."""
 REWARD_TEXT = "reward_text/"
 """Prefix of the columns of a scorer's texts."""
 
@@ -83,6 +86,14 @@ response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on token
 rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
 rollout_versions    | BT  | int32   | number | rollout | samples | sampled it; else -1
 truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
+ended_by            | B   | int8    | code   | rollout | rewards, metrics | ENDED_BY | environment
+n_turns             | B   | int16   | turns  | rollout | samples, metrics | of the policy | environment
+n_calls             | B   | int16   | calls  | rollout | metrics | of tools | environment
+n_malformed         | B   | int16   | turns  | rollout | metrics | with calls that cannot be run | environment
+n_errors            | B   | int16   | errors | rollout | metrics | of the environment | environment
+n_other_stop        | B   | int16   | turns  | rollout | metrics | not the template's stop token | environment
+conversation        | B   | object  | JSON   | rollout | rewards, samples | after the prompt | environment
+environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn | it has `reward`
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted
 hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted
 rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable
@@ -119,6 +130,9 @@ response            | B   | string  | text   | samples | validation, view | with
 hidden_tokens       | B   | int32   | tokens | samples | validation, view | not in the text | if counted
 response_with_special_tokens | B | string | text | samples | view | null without hidden tokens | if counted
 truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
+ended_by            | B   | string  | text   | samples | view | reason of the end | environment
+n_turns             | B   | int16   | turns  | samples | view | of the policy | environment
+conversation        | B   | string  | JSON   | samples | view | turns: text, calls, answers | environment
 score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
 reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
 reward_text/<part>  | B   | string  | text   | samples | view | what a scorer returned besides numbers

@@ -685,6 +685,41 @@ class TrainCustomRewardFunction(TypedDict, total=False):
     """Name of the function in that file."""
 
 
+class TrainEnvironment(TypedDict, total=False):
+    """What answers the policy's turns: a class of yours, or tools; see strop docs environments."""
+
+    path: Mapping[str | Path, Any]
+    """file.py:Class; or {name: file.py:Class}, chosen by the column `environment` of each row; null: none."""
+    tools: Sequence[str]
+    """Further tools: file.py:function, or file.py:Class, whose public methods are tools."""
+    max_turns: int
+    """Turns of the policy; the calls of the last one are run, and its answers are not inserted."""
+    turn_length: int | None
+    """Longest turn, in tokens; null: as long as data.max_response_length, which counts the answers, too."""
+    answer_length: int
+    """Longest answer, in tokens; a longer one is cut in the middle, with a note."""
+    parser: str
+    """How the model writes calls: auto (as its chat template does), a name, or file.py:function."""
+    answer_role: Literal["auto", "tool", "user"]
+    """Role of a tool's answer; auto: tool. user: for chat templates that show no answers of tools."""
+    timeout: float
+    """Seconds that a method may take before its process is ended."""
+    seed: Literal["prompt", "sample"]
+    """Seed that `reset` gets: one for all samples of a prompt, or one for each sample."""
+    error: Literal["tell", "end"]
+    """What an error of a method is: one line that the policy reads, or the end of the sample."""
+    malformed: Literal["tell", "end"]
+    """The same for a call that cannot be read, or that does not fit the tool."""
+    replay: Literal["check", "recorded"]
+    """Answers of an environment that is rebuilt: an error where they differ, or those that were recorded."""
+    processes: int
+    """Processes for environments, on each rank of the rollout."""
+    concurrency: int
+    """Methods that run in a process at the same time."""
+    memory_limit_mb: int | None
+    """Limit of a process's private memory, and of each that it starts, in MiB; null: none."""
+
+
 class TrainAlgorithmKlCtrl(TypedDict, total=False):
     """The weight of the KL penalty in the reward; unused with actor_rollout_ref.actor.use_kl_loss."""
 

@@ -182,7 +182,14 @@ class VerlNames:
     ) -> None:
         """Set ``train_loader`` and ``val_loader``; data sets that are None are read as configured."""
         self.train_loader, self.val_loader = build_loaders(
-            self.config, self.tokenizer, train_dataset, val_dataset, collate_fn, train_sampler, self.rows
+            self.config,
+            self.tokenizer,
+            train_dataset,
+            val_dataset,
+            collate_fn,
+            train_sampler,
+            self.rows,
+            None if self.environments is None else self.environments.tools_of,
         )
 
     def _validate(self: Any) -> dict[str, float]:

@@ -27,6 +27,13 @@ DATA = {
         "tools_key",
     )
 }
+TURNS = {
+    f"environment.{name}"
+    for name in (
+        *("path", "tools", "max_turns", "turn_length", "answer_length", "parser", "answer_role", "seed"),
+        *("error", "malformed"),
+    )
+}
 REWARDS = {
     *("custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"),
     *("reward_model.model.input_tokenizer", "reward_model.model.path", "reward_model.reward_manager"),
@@ -48,7 +55,9 @@ def test_every_key_or_its_section_says_what_a_resume_requires(command):
 
 def test_model_data_and_reward_stay_and_only_the_model_counts_in_a_validation():
     keys = all_keys()
-    assert {path for path, key in keys.items() if decides_what_is_trained(key)} == MODELS | DATA | REWARDS
+    assert {
+        path for path, key in keys.items() if decides_what_is_trained(key)
+    } == MODELS | DATA | REWARDS | TURNS
     validated = {path for path, key in keys.items() if decides_what_is_trained(key, validates_only=True)}
     assert validated == MODELS
     assert {path for path, key in keys.items() if key.names_files} == FILES

@@ -56,8 +56,12 @@ class GroupStatistics(NamedTuple):
     """bool: True if no two scores of the group differ by more than 1e-6"""
 
 
-def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> GroupStatistics:
+def group_statistics(
+    scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray, member_B: Tensor | None = None
+) -> GroupStatistics:
     """Return size, mean and unbiased standard deviation of each sample's group, and whether it is equal.
+
+    ``member_B`` (bool; None: all) leaves out samples that no environment could finish.
 
     Raises:
         ValueError: the numbers of uids and samples differ.
@@ -75,12 +79,14 @@ def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> 
 
     # in float32 equal scores such as 0.1 have a rounded mean and a tiny deviation: rounding errors, divided
     scores_B = scores_B.double()
-    size_B = group_sum(torch.ones_like(scores_B))
-    mean_B = group_sum(scores_B) / size_B
+    counts_B = torch.ones_like(scores_B) if member_B is None else member_B.double()
+    size_B = group_sum(counts_B)
+    mean_B = group_sum(scores_B * counts_B) / size_B.clamp(min=1)
     # two passes, not E[s^2] - mean^2, whose digits cancel; the clamp makes 0 / 0 of a group of one 0
-    variance_B = group_sum((scores_B - mean_B).square()) / (size_B - 1).clamp(min=1)
+    variance_B = group_sum((scores_B - mean_B).square() * counts_B) / (size_B - 1).clamp(min=1)
+    known_B = scores_B if member_B is None else torch.where(member_B, scores_B, mean_B)
     ends_G = {
-        end: scores_B.new_zeros(len(numbers)).scatter_reduce(0, index_B, scores_B, end, include_self=False)
+        end: scores_B.new_zeros(len(numbers)).scatter_reduce(0, index_B, known_B, end, include_self=False)
         for end in ("amin", "amax")
     }
     is_equal_B = (ends_G["amax"] - ends_G["amin"] <= _EQUAL)[index_B]
@@ -182,15 +188,56 @@ def grpo(
     (None: whose s_i) are equal. returns: s_i on every token.
     """
     scores_B = masked_sum(rewards, response_mask, dim=-1)
-    group = group_statistics(scores_B, uid)
+    member_B = response_mask.bool().any(-1)
+    group = group_statistics(scores_B, uid, member_B)
     # float64 until the division: equal scores leave differences of exactly 0 for the 1e-6 to divide
     advantages_B = scores_B.double() - group.mean_B
     if norm_by_std:
         # the KL penalties of equal scores differ by about 1e-3; divided by their deviation they would weigh
         # as much as right against wrong, whatever the coefficient
-        is_equal_B = group.is_equal_B if scores is None else group_statistics(scores, uid).is_equal_B
+        is_equal_B = group.is_equal_B
+        if scores is not None:
+            is_equal_B = group_statistics(scores, uid, member_B).is_equal_B
         advantages_B = torch.where(is_equal_B, advantages_B, advantages_B / (group.std_B + 1e-6))
     return _on_tokens(advantages_B, rewards, response_mask), _on_tokens(scores_B, rewards, response_mask)
+
+
+@register_estimator("turn_level")
+def turn_level(
+    rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute group-relative advantages of turns, for samples of several turns with rewards by turn.
+
+    R_ik is the sum of the rewards of sample i in its turns k and later; A_ik = R_ik - mean over the members
+    of the group that have a turn k, divided by their deviation + 1e-6 with ``norm_by_std``, on the tokens of
+    turn k; 0 where one member has it. With one turn it is ``grpo``. returns: R_ik.
+    """
+    rewards_BT = zero_masked(rewards, response_mask)
+    turn_BT = turns_of(response_mask)
+    advantages_BT, returns_BT = torch.zeros_like(rewards_BT), torch.zeros_like(rewards_BT)
+    for turn in range(int(turn_BT.max()) + 1):
+        own_BT = turn_BT == turn
+        has_turn_B = own_BT.any(-1)
+        left_B = (rewards_BT * (turn_BT >= turn)).sum(-1)
+        group = group_statistics(left_B, uid, has_turn_B)
+        advantages_B = left_B.double() - group.mean_B
+        if norm_by_std:
+            scaled_B = advantages_B / (group.std_B + 1e-6)
+            advantages_B = torch.where(group.is_equal_B, advantages_B, scaled_B)
+        advantages_B = torch.where(group.size_B > 1, advantages_B, 0.0)
+        advantages_BT = torch.where(own_BT, advantages_B[:, None].to(rewards.dtype), advantages_BT)
+        returns_BT = torch.where(own_BT, left_B[:, None], returns_BT)
+    return advantages_BT, returns_BT
+
+
+def turns_of(response_mask: Tensor) -> Tensor:
+    """Return the number of each token's turn [B, T] int64, from 0; -1 on tokens with mask 0.
+
+    A turn is a run of tokens with mask 1: every answer that is inserted has a token.
+    """
+    sampled_BT = response_mask.bool()
+    begins_BT = sampled_BT & ~torch.nn.functional.pad(sampled_BT[:, :-1], (1, 0))
+    return (begins_BT.cumsum(-1) - 1).masked_fill(~sampled_BT, -1)
 
 
 @register_estimator("reinforce_plus_plus")
@@ -216,10 +263,12 @@ def reinforce_plus_plus_baseline(
     with ``whiten``, unless the ``scores`` of every group (None: the s_i) are equal, as in ``grpo``. returns:
     s_i on every token.
     """
-    scores_B = masked_sum(rewards, response_mask, dim=-1)
-    group = group_statistics(scores_B, uid)
+    scores_B, member_B = masked_sum(rewards, response_mask, dim=-1), response_mask.bool().any(-1)
+    group = group_statistics(scores_B, uid, member_B)
     advantages_BT = _on_tokens(scores_B.double() - group.mean_B, rewards, response_mask)
-    is_equal_B = group.is_equal_B if scores is None else group_statistics(scores, uid).is_equal_B
+    is_equal_B = group.is_equal_B
+    if scores is not None:
+        is_equal_B = group_statistics(scores, uid, member_B).is_equal_B
     if whiten and not is_equal_B.all():
         advantages_BT = aggregation.whiten(advantages_BT, response_mask)
     return advantages_BT, _on_tokens(scores_B, rewards, response_mask)
@@ -233,7 +282,7 @@ def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tens
     s_i on every token.
     """
     scores_B = masked_sum(rewards, response_mask, dim=-1)
-    group = group_statistics(scores_B, uid)
+    group = group_statistics(scores_B, uid, response_mask.bool().any(-1))
     # s - (n mean - s) / (n - 1) = (s - mean) n / (n - 1); in a group of one, s - mean is 0
     advantages_B = (scores_B.double() - group.mean_B) * group.size_B / (group.size_B - 1).clamp(min=1)
     return _on_tokens(advantages_B, rewards, response_mask), _on_tokens(scores_B, rewards, response_mask)

@@ -27,6 +27,7 @@ from strop.config.identity import (
 )
 from strop.config.keys import all_keys
 from strop.config.names import defining_file, is_import_path
+from strop.config.paths import expand
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
@@ -54,7 +55,7 @@ def record_of(config: RootConfig) -> dict[str, Any]:
 
 
 def _defining(config: Config) -> dict[str, list[str]]:
-    """Return the files that define what keys of the reward name by import path."""
+    """Return the files that define what keys of the reward and the environment name in Python."""
     section = config.reward_model
     parts = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
     named = {"reward_model.parts": parts, "reward_model.reward_manager": [section.reward_manager]}
@@ -64,7 +65,16 @@ def _defining(config: Config) -> dict[str, list[str]]:
         ]
         for key, names in named.items()
     }
-    return {key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])}
+    found = {
+        key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])
+    }
+    environment = config.environment
+    named = {"path": [*environment.path.values()], "tools": environment.tools, "parser": [environment.parser]}
+    for key, values in named.items():
+        files = [expand(value.rpartition(":")[0]) for value in values if ".py:" in value]
+        if files:
+            found[f"environment.{key}"] = files
+    return found
 
 
 def digest(path: Path) -> str:

@@ -17,9 +17,13 @@ KEY = "reward_model.parts"
 RULE = "rule"
 """The part that the data source's scorer, or the custom reward function, gives."""
 REWARD_MODEL = "reward_model"
+ENVIRONMENT = "environment"
+"""The part that an environment gives (``reward`` of its class)."""
 NON_STOP_PENALTY = "non_stop_penalty"
 """The change that the penalty makes to the sum of the others; it has no weight."""
-RESERVED = (RULE, REWARD_MODEL, NON_STOP_PENALTY)
+BUILT_IN = (RULE, REWARD_MODEL, ENVIRONMENT)
+"""Parts that weigh 1 by default, and have no scorer of their own."""
+RESERVED = (*BUILT_IN, NON_STOP_PENALTY)
 OTHER_SOURCES = "*"
 SCORERS: dict[str, str] = {
     "choice": "strop.rewards.score.choice:compute_score",
@@ -51,7 +55,7 @@ class RewardPart:
 
 
 def read_parts(parts: Mapping[str, Any] | None) -> dict[str, RewardPart]:
-    """Return the parts by name, with ``rule`` and ``reward_model``, which weigh 1 by default.
+    """Return the parts by name, with those of ``BUILT_IN``.
 
     Each is a number (its weight) or a mapping ``{weight, scorer, kwargs}``, where ``weight`` (1) is a number
     or a mapping from data source to number.
@@ -60,7 +64,7 @@ def read_parts(parts: Mapping[str, Any] | None) -> dict[str, RewardPart]:
         ConfigError: a line for each mistake.
     """
     problems: list[str] = []
-    found = {name: RewardPart({OTHER_SOURCES: 1.0}) for name in (RULE, REWARD_MODEL)}
+    found = {name: RewardPart({OTHER_SOURCES: 1.0}) for name in BUILT_IN}
     for name, given in (parts or {}).items():
         entry = given if isinstance(given, Mapping) else {"weight": given}
         own = list(_problems(str(name), entry))
@@ -97,7 +101,7 @@ def _problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"{where}.scorer: found {scorer!r}, expected a scorer's name or import path"
     if name == NON_STOP_PENALTY:
         yield f"{where}: the name is taken; reward_model.non_stop_penalty turns the penalty on"
-    if name in (RULE, REWARD_MODEL) and (scorer or kwargs):
+    if name in BUILT_IN and (scorer or kwargs):
         yield f"{where}: it has a weight only; give your own scorer a part with another name"
     if kwargs and scorer is None:
         yield f"{where}.kwargs: they are arguments of the scorer, and there is none"

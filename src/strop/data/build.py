@@ -25,16 +25,18 @@ def build_loaders(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     train_sampler: Any | None = None,
     rows: Sequence[Rows] = (),
+    tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> tuple[PromptLoader | Any, PromptLoader | Any]:
     """Return the endless loader of training prompts and the loader of validation prompts.
 
     The first is None with ``trainer.val_only``, and the training files are not read. The second is None
-    without ``data.val_files``.
+    without ``data.val_files``. ``tools_of`` returns the tools of a row's environment.
     """
     data = config.data
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
         # The reward model applies its own chat template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
+    create = partial(create_rl_dataset, data_config=data, tokenizer=tokenizer, tools_of=tools_of)
     pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
     if collate_fn is not None:
         pad = partial(as_batch, collate_fn)
@@ -42,9 +44,9 @@ def build_loaders(
     if train_sampler is not None:
         _require_usable(train_sampler, config)
     if not config.trainer.val_only and train_dataset is None:
-        train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
+        train_dataset = attempt(lambda: create(sources(data.train_files, rows)))
     if val_dataset is None and data.val_files:
-        val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
+        val_dataset = attempt(lambda: create(sources(data.val_files, rows)))
     attempt.raise_errors()
     log_prompts(train_dataset, val_dataset)
     if train_dataset is not None and not config.trainer.val_only:

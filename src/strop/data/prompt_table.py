@@ -91,6 +91,36 @@ class PromptTable:
             return [None] * (stop - start)
         return self.table.column(self.tools_key).slice(start, stop - start).to_pylist()
 
+    def with_tools(self, tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]]) -> PromptTable:
+        """Return the table with the tools of an environment, which ``tools_of`` a row returns.
+
+        Raises :class:`DataError` if a row has tools of its own, or ``tools_of`` raises ``ValueError``.
+        """
+        if self.tools_key is not None:
+            found = [value is not None for value in self.tools(0, len(self))].index(True)
+            raise self.error(
+                found,
+                self.tools_key,
+                "the row has tools, and the prompt shows those of environment.path and environment.tools: "
+                "leave one of the two out (data.tools_key=null ignores the column)",
+            )
+        column = "environment"
+        rows = (
+            [{column: value} for value in self.table.column(column).to_pylist()]
+            if column in self.table.column_names
+            else [{}] * len(self)
+        )
+        texts = []
+        for number, row in enumerate(rows):
+            try:
+                texts.append(json.dumps(tools) if (tools := tools_of(row)) else None)
+            except ValueError as error:
+                raise self.error(number, column, str(error)) from None
+        if not any(texts):
+            return self
+        key = exact_name(OWN_TOOLS)
+        return replace(self, table=self.table.append_column(key, pa.array(texts, pa.string())), tools_key=key)
+
     def row(self, row: int) -> dict[str, Any]:
         """Return one row as plain Python values."""
         return to_rows(self.table.slice(row, 1))[0]
@@ -167,6 +197,8 @@ def read_prompt_table(
 
 _ANSWERS = ("response", "chosen", "rejected")
 _TOOLS = "tools"
+OWN_TOOLS = "environment tools"
+"""Name of the tools of an environment in a row."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 

@@ -163,14 +163,43 @@ def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the prompt as chat messages; a plain string becomes one user message.
 
     Keys without a value are dropped: Arrow gives every message the keys of all others, and templates test for
-    presence. The content of a message that only calls tools is empty.
+    presence. The content of a message that only calls tools is empty, and arguments of calls that are JSON
+    text, as in OpenAI's API, are mappings, which most templates write as JSON.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     chat = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in chat:
         message.setdefault("content", "")  # templates add it to other texts
-    return chat
+    return _with_arguments(chat, _as_mapping)
+
+
+def _with_arguments(chat: list[dict[str, Any]], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return the messages with ``form`` of the arguments of each tool call."""
+
+    def formed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": form(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [formed(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in chat
+    ]
+
+
+def _as_mapping(arguments: Any) -> Any:
+    with contextlib.suppress(TypeError, ValueError):
+        if isinstance(found := json.loads(arguments), dict):
+            return found
+    return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def encode_prompts(
@@ -244,12 +273,17 @@ def _encode(
     tools: Sequence[str | None],
     tokenizer: PreTrainedTokenizerBase,
     how: PromptFormat,
+    *,
+    form: Callable[[Any], Any] | None = None,
 ) -> list[list[int]]:
+    """Encode prompts of one kind; ``form`` is applied to the arguments of tool calls."""
     if not prompts:
         return []
     control = control_tokens(tokenizer)
     is_chat = how.is_chat(tokenizer, is_text=isinstance(prompts[0], str))
     values: list[Any] = [how.messages(prompt) for prompt in prompts] if is_chat else list(prompts)
+    if form is not None:
+        values = [_with_arguments(chat, form) for chat in values]
     if not how.allow_special_tokens:
         values = control.escape(values)
     if not is_chat:
@@ -305,6 +339,9 @@ def _encode_one(
     offset: int, prompt: Any, tools: str | None, tokenizer: PreTrainedTokenizerBase, how: PromptFormat
 ) -> list[int]:
     try:
+        if isinstance(prompt, list) and any("tool_calls" in message for message in prompt):
+            with contextlib.suppress(TypeError):  # templates that join arguments with text
+                return _encode([prompt], [tools], tokenizer, how, form=_as_text)[0]
         return _encode([prompt], [tools], tokenizer, how)[0]
     except ModelError:
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -14,6 +14,7 @@ import torch
 
 from strop.data.loader import RowDataset
 from strop.data.prompt_table import (
+    OWN_TOOLS,
     Files,
     PromptTable,
     check_columns,
@@ -74,7 +75,7 @@ class RLHFDataset:
     ``answer_key`` names a column whose values become the ground truths, in a column ``reward_model``;
     ``data_source`` is that of files without the column ``reward_fn_key``. ``how`` is the treatment of
     prompts before they are tokenized, and ``prompts_in_words`` describes it in one line. ``tools_key`` names
-    the column of tools; the chat template renders those of each row.
+    the column of tools; the chat template renders those of each row, or those that ``tools_of`` returns.
 
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
@@ -101,6 +102,7 @@ class RLHFDataset:
         how: PromptFormat = AUTO,
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
+        tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
     ) -> None:
         if truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation={truncation!r}: expected one of {', '.join(TRUNCATIONS)}")
@@ -118,6 +120,8 @@ class RLHFDataset:
         )
         if answer_key:
             self._table = with_ground_truths(self._table, answer_key)
+        if tools_of is not None:
+            self._table = self._table.with_tools(tools_of)
         check_columns(self._table, prompt_key, reward_fn_key)
         self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
         self._tokens = tokenize_table(
@@ -143,7 +147,7 @@ class RLHFDataset:
     def __getitem__(self, item: int) -> dict[str, Any]:
         row_number = int(self._rows[item])
         columns = self._table.row(row_number)
-        prompt = columns[self.prompt_key]
+        prompt, own_tools = columns[self.prompt_key], columns.pop(OWN_TOOLS, None)
         # here, not in the cache of token ids, which serves every limit
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         columns["input_ids"] = torch.from_numpy(ids.astype(np.int64))
@@ -154,7 +158,7 @@ class RLHFDataset:
         if self.return_raw_chat:
             columns["raw_prompt"] = self.how.messages(prompt)
             if self._table.tools_key is not None:
-                columns["raw_tools"] = columns[self._table.tools_key]
+                columns["raw_tools"] = own_tools or columns.get(self._table.tools_key)
         if self.return_raw_input_ids:
             columns["raw_prompt_ids"] = encode_raw(prompt, self.tokenizer, self.how)
         return columns
@@ -234,9 +238,17 @@ def usable_rows(
 
 
 def create_rl_dataset(
-    files: Files, data_config: Any, tokenizer: PreTrainedTokenizerBase, processor: Any = None
+    files: Files,
+    data_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Any = None,
+    *,
+    tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> RLHFDataset:
-    """Build the data set that ``config.data`` describes. ``processor`` (images, video) must be None."""
+    """Build the data set that ``config.data`` describes. ``processor`` (images, video) must be None.
+
+    ``tools_of`` returns the tools of a row's environment.
+    """
     if processor is not None:
         raise DataError(
             f"create_rl_dataset: found a processor ({type(processor).__name__}), but only text is supported; "
@@ -251,6 +263,7 @@ def create_rl_dataset(
         reward_fn_key=data_config.reward_fn_key,
         answer_key=data_config.answer_key,
         data_source=data_config.data_source,
+        tools_of=tools_of,
         **prompt_options(data_config),
     )
 

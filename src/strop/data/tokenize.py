@@ -31,8 +31,9 @@ import pyarrow.compute as pc
 from strop.config.machine import usable_cores
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, progress_bar
-from strop.data.prompt_table import PromptTable, with_exact
+from strop.data.prompt_table import OWN_TOOLS, PromptTable, with_exact
 from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
+from strop.data.records import exact_name
 from strop.files import atomic_path
 from strop.manifest import digest_of_arrays
 
@@ -126,7 +127,10 @@ def tokenize_table(
 
 
 def _require_rendered_tools(table: PromptTable, tokenizer: Any, prompt_key: str, how: PromptFormat) -> None:
-    """Raise ``DataError`` if the first prompt that has tools has the same tokens without them."""
+    """Raise ``DataError`` if the first prompt that has tools has the same tokens without them.
+
+    Of the tools of an environment, which a prompt may name in its own words, it is a warning.
+    """
     tools = table.tools(0, len(table))
     row = next(row for row, own in enumerate(tools) if own is not None)
     prompts = table.values(prompt_key, row, row + 1)
@@ -135,6 +139,12 @@ def _require_rendered_tools(table: PromptTable, tokenizer: Any, prompt_key: str,
             return
     except PromptError as error:
         raise table.error(row, prompt_key, error.reason) from error
+    if table.tools_key == exact_name(OWN_TOOLS):
+        logger.warning(
+            "warning: the chat template leaves out the tools of the environment: the prompts must name them, "
+            "and how they are called, or set data.chat_template to one that shows them"
+        )
+        return
     raise table.error(
         row,
         str(table.tools_key),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.errors import ConfigError, RewardError, nearest
@@ -61,6 +62,14 @@ SAMPLE_NAMES = {
     "truncated": "True if the response ended at the length limit",
 }
 """Name -> meaning. A column of the data with such a name is not passed."""
+TURN_NAMES = {
+    "conversation": "the prompt's messages, those of the policy, and the answers",
+    "turns": "the turns of the policy, each with text, calls and answers",
+    "last_turn": "the text of the last turn",
+    "n_turns": "number of turns",
+    "ended_by": "stop, length, turns, environment or error",
+}
+"""The same, of the turns of a sample; without an environment it has one."""
 BATCH_NAMES = {
     "completions": "completions",
     "prompts": "prompts",
@@ -74,7 +83,7 @@ BATCH_NAMES = {
 """Parameters of a batch function -> the value of one sample in the list."""
 _ALWAYS_OF_BATCHES = ("prompts", "completions", "completion_ids")
 _OF_THE_RESPONSE = {"response", "solution_str", "completions", "responses", "solution_strs"}
-WHEN_COMPLETE = frozenset({"truncated"})
+WHEN_COMPLETE = frozenset({"truncated", "ended_by"})
 """Values that are known once the whole batch is generated; ``**kwargs`` of a function for one sample lacks
 them, so that it can score while other samples are generated."""
 _OF_THE_SAMPLE = {
@@ -86,6 +95,65 @@ _OF_THE_SAMPLE = {
     "n_response_tokens": "n_tokens",
 }
 """Values that every ``Sample`` has -> its field; the others are in ``Sample.named`` if they are taken."""
+
+
+@dataclass
+class PlayedTurn:
+    """A turn of the policy, as reward functions and environments see it."""
+
+    text: str
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Mappings with name and arguments."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """The messages that followed it in the policy's context."""
+
+
+class Played(NamedTuple):
+    """The turns of a sample."""
+
+    turns: list[PlayedTurn]
+    ended_by: str
+
+    @classmethod
+    def of(cls, text: str, ids_T: Any, mask_T: Any, ended_by: str, tokenizer: Any) -> Played:
+        """Read the column ``conversation`` of a sample; texts of turns are without special tokens.
+
+        Each turn is decoded by itself: "4" and "2" are never "42".
+        """
+        turns = [PlayedTurn(**turn) for turn in json.loads(text)["turns"]]
+        parts: list[list[int]] = []
+        before = 0.0
+        for token, mask in zip(ids_T.tolist(), mask_T.tolist(), strict=True):
+            if mask and not before:
+                parts.append([])
+            if mask:
+                parts[-1].append(token)
+            before = mask
+        for turn, ids in zip(turns, parts, strict=False):  # a lost sample has no sampled tokens
+            turn.text = tokenizer.decode(ids, skip_special_tokens=True)
+        return cls(turns, ended_by)
+
+    def values(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the values of ``TURN_NAMES``; ``messages`` are the prompt's."""
+        return {
+            "conversation": [*messages, *conversation_of(self.turns)],
+            "turns": self.turns,
+            "last_turn": self.turns[-1].text if self.turns else "",
+            "n_turns": len(self.turns),
+            "ended_by": self.ended_by,
+        }
+
+
+def conversation_of(turns: Sequence[PlayedTurn]) -> list[dict[str, Any]]:
+    """Return the messages of turns and their answers."""
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        calls = [{"type": "function", "function": call} for call in turn.calls]
+        messages.append(
+            {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
+        )
+        messages += turn.answers
+    return messages
 
 
 class Function:
@@ -152,7 +220,7 @@ class Function:
 
     def require(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a required parameter is neither a known value nor one of ``columns``."""
-        known = {*SAMPLE_NAMES, *columns, *(BATCH_NAMES if self.is_batch else ()), "uid"}
+        known = {*SAMPLE_NAMES, *TURN_NAMES, *columns, *(BATCH_NAMES if self.is_batch else ()), "uid"}
         missing = [name for name in self.required if name not in known]
         if not missing:
             return
@@ -283,6 +351,7 @@ def named_values(
     for_batches: bool,
     response_ids: list[int] | None = None,
     truncated: bool | None = None,
+    played: Played | None = None,
 ) -> dict[str, Any]:
     """Return ``Sample.named``: the ``wanted`` columns of the row and values that are known; None for all.
 
@@ -303,8 +372,16 @@ def named_values(
         known["response_ids"] = lambda: response_ids
     if truncated is not None:
         known["truncated"] = lambda: truncated
+    if played is not None or (wanted is not None and not TURN_NAMES.keys().isdisjoint(wanted)):
+        # a sample without turns has one; there a column of the data may have such a name
+        turns = played or Played([PlayedTurn(response)], "length" if truncated else "stop")
+        of_turns = turns.values(row.messages() if "messages" in known else [])
+        own = {name: functools.partial(of_turns.__getitem__, name) for name in of_turns}
+        known |= {name: value for name, value in own.items() if played or name not in row.columns}
     if for_batches:
         answer = [{"role": "assistant", "content": response}]
+        if played is not None:
+            answer = conversation_of(played.turns)
         known["completions"] = lambda: answer if row.is_chat else response
         if row.is_chat or "prompt" in known:
             known["prompts"] = row.messages if row.is_chat else known["prompt"]
@@ -366,7 +443,13 @@ class SampleValues:
         self._columns = dict(prompts.non_tensor_batch)
 
     def of(
-        self, prompt: int, token_ids: list[int], response: str, *, truncated: bool | None
+        self,
+        prompt: int,
+        token_ids: list[int],
+        response: str,
+        *,
+        truncated: bool | None,
+        played: Played | None = None,
     ) -> dict[str, Any]:
         """Return the values for a response to the prompt in row ``prompt``."""
         row = Row(
@@ -383,6 +466,7 @@ class SampleValues:
             for_batches=self._for_batches,
             response_ids=token_ids,
             truncated=truncated,
+            played=played,
         )
 
     def _ids(self, prompt: int) -> list[int]:

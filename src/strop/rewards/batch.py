@@ -12,12 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from strop.columns import ENDED_BY
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import Sample
+from strop.rewards.arguments import Played, Sample
 from strop.rewards.base import PendingReward
 from strop.rewards.reward_output import ErrorBudget, RewardOutput, log_first, name_row, real_tokens
 from strop.rewards.scorer import Outcome
@@ -190,6 +192,19 @@ class PendingSamples(PendingReward):
         """Return True if a response ended at the length limit; None before the batch is complete."""
         column = self._batch.batch.get("truncated")
         return None if column is None else bool(column[row])
+
+    def played(self, row: int, tokenizer: Any) -> Played | None:
+        """Return the turns of a response of the complete batch; None if samples have no turns."""
+        columns = self._batch.non_tensor_batch
+        if "conversation" not in columns:
+            return None
+        return Played.of(
+            columns["conversation"][row],
+            self._batch.batch["responses"][row],
+            self._batch.batch["response_mask"][row],
+            ENDED_BY[int(self._batch.batch["ended_by"][row])],
+            tokenizer,
+        )
 
     def cancel(self) -> None:
         """Cancel scoring; the rewards will not be read."""

@@ -37,7 +37,7 @@ class CustomReward:
 
     def __init__(self, path: str, name: str) -> None:
         self.path = str(Path(expand(path)).absolute())
-        self.name, self.function = _find_function(_load_module(self.path), self.path, name)
+        self.name, self.function = _find_function(load_module(self.path, f"{KEY}.path"), self.path, name)
         self.where = f"{KEY}.name={self.name} in {self.path}"
         self.__wrapped__ = self.function  # its signature is that of this object
         self._binding = Function(self.function, self.where)
@@ -67,13 +67,14 @@ def load_custom_reward(path: str | None, name: str = _DEFAULT) -> Callable[..., 
     return resolve(path, {}, f"{KEY}.path") if is_function(path) else CustomReward(path, name)
 
 
-def _load_module(path: str) -> ModuleType:
+def load_module(path: str, key: str) -> ModuleType:
+    """Import a user's Python file, whose name the configuration has under ``key``; raises ``ConfigError``."""
     if not Path(path).is_file():
-        raise ConfigError(f"{KEY}.path={path!r}: no such file{similar_path(path)}")
+        raise ConfigError(f"{key}={path!r}: no such file{similar_path(path)}")
     name = f"strop_custom_reward_{zlib.crc32(path.encode()):08x}"  # the same name for a file on every machine
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{KEY}.path={path!r}: expected a Python file (.py)")
+        raise ConfigError(f"{key}={path!r}: expected a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     _add_siblings(Path(path).parent)
     sys.modules[name] = module  # dataclasses and pickle look it up
@@ -94,7 +95,7 @@ def _load_module(path: str) -> ModuleType:
         elif isinstance(error, ImportError) and "relative import" in str(error):
             hint = "; the file is no part of a package: write `import helper`, without the dot"
         raise ConfigError(
-            f"{KEY}.path={path!r} cannot be imported{place}: {type(error).__name__}: {error}{hint}"
+            f"{key}={path!r} cannot be imported{place}: {type(error).__name__}: {error}{hint}"
         ) from error
     return module
 

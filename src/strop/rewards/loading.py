@@ -37,6 +37,7 @@ _OFF_UNLESS_SET = {
     },
     "compute_score": "custom_reward_function.path",
     "reward_fn_key": "data.reward_fn_key",
+    "by_environment": "environment.path with a class that gives rewards",
 }
 """Argument -> key that sets it."""
 _OFF = (None, False, 0, {}, "data_source")
@@ -46,6 +47,7 @@ def load_reward_manager(
     config: Config,
     tokenizer: Any,
     num_examine: int = 0,
+    by_environment: bool = False,
     /,
     **reward_kwargs: Any,
 ) -> Any:
@@ -54,7 +56,7 @@ def load_reward_manager(
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
     arguments are ``tokenizer``, ``num_examine``, the entries of ``reward_kwargs`` (mappings as
     ``DictConfig``), and those of ``compute_score`` (from ``custom_reward_function``, or None),
-    ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts.
+    ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts. ``by_environment``: an environment gives rewards.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
@@ -67,7 +69,7 @@ def load_reward_manager(
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
     own["compute_score"], own["reward_fn_key"] = custom, config.data.reward_fn_key
-    own["prompt_key"] = config.data.prompt_key
+    own["prompt_key"], own["by_environment"] = config.data.prompt_key, by_environment
     _require_honoured(build, own, section.reward_manager)
     if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
         reward_kwargs = {

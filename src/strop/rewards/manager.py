@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.registry import name_of, resolve
 from strop.config.reward_parts import (
+    BUILT_IN,
+    ENVIRONMENT,
     KEY,
     NON_STOP_PENALTY,
     OTHER_SOURCES,
@@ -31,6 +34,7 @@ from strop.protocol import DataProto
 from strop.rewards.arguments import (
     SAMPLE_NAMES,
     Function,
+    Played,
     Sample,
     SampleValues,
     ScoreFunction,
@@ -47,11 +51,13 @@ from strop.rewards.reward_output import (
     SamplePrinter,
     at_last_token,
     log_first,
+    lost_in,
     model_scores,
     name_row,
     rule_parts,
     score_metrics,
     with_errors,
+    with_lost,
 )
 from strop.rewards.router import BuiltInScorer, Router, UnknownSourceError
 from strop.rewards.scorer import Outcome, Scorer
@@ -102,10 +108,13 @@ class Composition:
         return (*rule, *others)
 
     def require_scored(
-        self, source: str, *, has_rule: bool, has_reward_model: bool, known: Collection[str]
+        self, source: str, *, has_rule: bool, others: Collection[str], known: Collection[str]
     ) -> None:
-        """Raise ``RewardError`` if nothing scores rows of ``source``; ``known`` are sources with a rule."""
-        if has_reward_model and self.parts[REWARD_MODEL].weight(source) != 0:
+        """Raise ``RewardError`` if nothing scores rows of ``source``; ``known`` are sources with a rule.
+
+        ``others``: further parts that the run has: the reward model, the environment.
+        """
+        if any(self.parts[name].weight(source) != 0 for name in others):
             return
         if self.parts[RULE].weight(source) != 0 and not has_rule:
             raise UnknownSourceError.of(source, known)
@@ -169,7 +178,7 @@ class Composition:
         """
         self._returned.update(found)
         for name, part in sorted(self.parts.items()):
-            if part.scorer is not None or name in (RULE, REWARD_MODEL) or name in self._returned:
+            if part.scorer is not None or name in BUILT_IN or name in self._returned:
                 continue
             if any(part.weight(source) != 0 for source in sources):
                 returned = ", ".join(sorted(set(found) - {RULE, REWARD_MODEL})) or "a score alone"
@@ -196,7 +205,11 @@ class RewardManager(Reward):
     whole score of samples with ``reward_model.style`` "model" and, without ``compute_score``, of data sources
     without a scorer.
 
-    ``parts`` weighs these two and further scorers by data source
+    With ``by_environment`` the rewards of an environment (``environment_scores`` [B, T]) are a part, too.
+    Samples of several turns (a column ``conversation``) are scored once the batch is complete, with the
+    values of ``TURN_NAMES``.
+
+    ``parts`` weighs these and further scorers by data source
     (:func:`strop.config.reward_parts.read_parts`); :class:`Composition` has the rules, also for
     ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``.
 
@@ -227,6 +240,7 @@ class RewardManager(Reward):
         num_workers: int = 1,
         max_concurrency: int = 32,
         prompt_key: str = "prompt",
+        by_environment: bool = False,
         scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         parts: Mapping[str, Any] | None = None,
         non_stop_penalty: bool = False,
@@ -238,6 +252,7 @@ class RewardManager(Reward):
         self.num_examine = num_examine
         self._print = SamplePrinter(tokenizer, num_examine, printer or logger.info)
         self.reward_fn_key, self.prompt_key = reward_fn_key, prompt_key
+        self.by_environment = by_environment
         self.error_score = error_score
         self._sources: list[str] | None = None  # None: every source has a scorer
         self._known: set[str] = set()  # sources of the data set
@@ -318,7 +333,10 @@ class RewardManager(Reward):
 
         def sample(row: int, token_ids: list[int]) -> Sample:
             truncated = pending.truncated(row) if self.scorer.waits else None
-            return self._sample(values, row // n, fields[row], required[row], token_ids, truncated=truncated)
+            played = pending.played(row, self.tokenizer)
+            return self._sample(
+                values, row // n, fields[row], required[row], token_ids, truncated=truncated, played=played
+            )
 
         compose = functools.partial(self._compose, [RULE in parts for parts in required])
         is_scored = [bool(parts) for parts in required]
@@ -338,11 +356,15 @@ class RewardManager(Reward):
         token_ids: list[int],
         *,
         truncated: bool | None,
+        played: Played | None = None,
     ) -> Sample:
         """Return the scorer's input for a response to the prompt in row ``prompt`` of ``values``."""
-        response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        if played is not None:
+            response = "\n".join(turn.text for turn in played.turns)
+        else:
+            response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         source, ground_truth, extra = fields
-        named = values.of(prompt, token_ids, response, truncated=truncated)
+        named = values.of(prompt, token_ids, response, truncated=truncated, played=played)
         needed = parts if self._part_scorers else None
         return Sample(source, response, ground_truth, extra, needed, len(token_ids), named)
 
@@ -358,21 +380,27 @@ class RewardManager(Reward):
         logged = ["" if outcome is None else outcome.error for outcome in outcomes]
         validating = batch.meta_info.get("mode") == "validate"
         sources = [sample.data_source for sample in samples]
+        outcomes = with_lost(outcomes, batch)
+        given: dict[str, Tensor] = {}
+        environment_BT = batch.batch.get("environment_scores")
+        if environment_BT is not None:
+            environment_BT = environment_BT.float().cpu()
+            given[ENVIRONMENT] = environment_BT.sum(dim=1).masked_fill(lost_in(batch), math.nan)
         weigh = functools.partial(self._weigh, has_rule=has_rule, sources=sources, validating=validating)
-        model_B = None
         if model_scores is not None:
             model_B = model_scores.detach().float().cpu().reshape(len(samples))
             rules_B = torch.tensor(has_rule)
             used_B = ~rules_B if validating else torch.ones_like(rules_B)  # in validation rules alone count
             lost_B = used_B & ~model_B.isfinite()
             outcomes = with_errors(outcomes, lost_B, "the reward model returned", model_B)
-            model_B = model_B.masked_fill(~used_B | lost_B, math.nan)
-        parts, added = weigh(outcomes, model_B)
+            given[REWARD_MODEL] = model_B.masked_fill(~used_B | lost_B, math.nan)
+        parts, added = weigh(outcomes, given)
         scores_B = sum(added.values(), torch.zeros(len(samples)))
         lost_B = ~scores_B.isfinite()
         if lost_B.any():
             outcomes = with_errors(outcomes, lost_B, "the weighted sum of the parts is", scores_B)
-            parts, added = weigh(outcomes, None if model_B is None else model_B.masked_fill(lost_B, math.nan))
+            known = {name: values_B.masked_fill(lost_B, math.nan) for name, values_B in given.items()}
+            parts, added = weigh(outcomes, known)
             scores_B = sum(added.values(), torch.zeros(len(samples)))
         errors = ["" if outcome is None else outcome.error for outcome in outcomes]
         name = functools.partial(name_row, samples)
@@ -385,7 +413,9 @@ class RewardManager(Reward):
         if batch.meta_info.get("examine", True):
             self._print(batch, samples, scores_B, parts, errors)
         return RewardOutput(
-            token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
+            token_level_scores=self._on_tokens(
+                scores_B, None if validating else environment_BT, added, sources, batch
+            ),
             parts=parts,
             # of one source with one part they would repeat the score
             metrics=score_metrics(
@@ -396,10 +426,27 @@ class RewardManager(Reward):
             texts=rule_parts(outcomes, has_rule, error_score=self.error_score)[1],
         )
 
+    def _on_tokens(
+        self,
+        scores_B: Tensor,
+        environment_BT: Tensor | None,
+        added: Mapping[str, Tensor],
+        sources: Sequence[str],
+        batch: DataProto,
+    ) -> Tensor:
+        """Return the scores [B, T]: the environment's on the turns' last tokens, all others on the last."""
+        mask_BT = batch.batch["response_mask"]
+        if environment_BT is None or ENVIRONMENT not in added:
+            return at_last_token(scores_B, mask_BT)
+        weights_B = torch.tensor([self.composition.parts[ENVIRONMENT].weight(source) for source in sources])
+        levels_BT = zero_masked(environment_BT, mask_BT.cpu()) * weights_B[:, None]
+        rest_B = scores_B - added[ENVIRONMENT]
+        return at_last_token(rest_B, mask_BT) + levels_BT.to(mask_BT.device)
+
     def _weigh(
         self,
         outcomes: Sequence[Outcome | None],
-        model_B: Tensor | None,
+        given: Mapping[str, Tensor],
         *,
         has_rule: Sequence[bool],
         sources: Sequence[str],
@@ -407,8 +454,7 @@ class RewardManager(Reward):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the parts [B] by name, NaN where they do not apply, and their contributions."""
         parts, _ = rule_parts(outcomes, has_rule, error_score=self.error_score)
-        if model_B is not None:
-            parts[REWARD_MODEL] = model_B
+        parts |= given
         failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]
         rows = zip(sources, outcomes, has_rule, failed, strict=True)
         self.composition.require_returned(
@@ -443,8 +489,9 @@ class RewardManager(Reward):
                     self._router.require_ready(source, self._timeout_s)
                 elif scorer is not None and isinstance(scorer.function, BuiltInScorer):
                     scorer.function.require_ready(self._timeout_s)
+            others = [REWARD_MODEL] * has_reward_model + [ENVIRONMENT] * self.by_environment
             self.composition.require_scored(
-                source, has_rule=has_rule, has_reward_model=has_reward_model, known=self._sources or ()
+                source, has_rule=has_rule, others=others, known=self._sources or ()
             )
 
     def require_columns(self, columns: Collection[str]) -> None:

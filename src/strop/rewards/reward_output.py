@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import math
 from collections import Counter, deque
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.columns import ENDED_BY
 from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
@@ -229,6 +231,26 @@ def with_errors(
     for row in lost_B.nonzero().flatten().tolist():
         if not ((outcome := changed[row]) and outcome.error):
             changed[row] = Outcome("raised", error=f"{found} {values_B[row].item()}")
+    return changed
+
+
+def lost_in(batch: DataProto) -> Tensor:
+    """Return True [B] for samples that their environment lost; on the CPU."""
+    ended_B = batch.batch.get("ended_by")
+    if ended_B is None:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return ended_B.cpu() == ENDED_BY.index("error")
+
+
+def with_lost(outcomes: Sequence[Outcome | None], batch: DataProto) -> Sequence[Outcome | None]:
+    """Return the outcomes with an error for each sample that its environment lost."""
+    lost = lost_in(batch).nonzero().flatten().tolist()
+    if not lost:
+        return outcomes
+    changed = list(outcomes)
+    for row in lost:
+        reason = json.loads(batch.non_tensor_batch["conversation"][row]).get("error", "")
+        changed[row] = Outcome("raised", error=f"the environment lost the sample: {reason}")
     return changed
 
 

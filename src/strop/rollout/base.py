@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from strop.config.schema import Config
     from strop.config.schema.policy import RolloutConfig
+    from strop.environments.loading import Environments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,8 @@ class RolloutSpec:
     """Dtype of passes of the shared model, whose weights are float32; None: float32."""
     weights: Iterable[tuple[str, Tensor]] | None = None
     """The actor's current weights; None: start from the files of ``model``."""
+    environments: Environments | None = None
+    """What answers the turns of samples; None: samples have no turns."""
 
 
 def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
@@ -210,6 +213,8 @@ class Samples(NamedTuple):
     log_probs: Tensor
     lengths: Tensor
     truncated: Tensor
+    sampled: Tensor | None = None
+    """Tokens [R, T] that the policy sampled; None: all up to ``lengths``."""
 
 
 def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
@@ -256,11 +261,12 @@ def answer(
     """
     device = prompts.batch["input_ids"].device
     lengths, truncated = samples.lengths.to(device), samples.truncated.to(device)
-    sampled = torch.arange(params.max_tokens, device=device) < lengths[:, None]
+    present = torch.arange(params.max_tokens, device=device) < lengths[:, None]
+    sampled = present if samples.sampled is None else present & samples.sampled.to(device)
     log_probs = samples.log_probs.to(device).masked_fill(~sampled, 0.0)
     if not log_probs.isfinite().all():
         raise TrainingError("generate: the model's logits are not finite; have its weights diverged?")
-    responses = samples.tokens.to(device).masked_fill(~sampled, pad_token_id)
+    responses = samples.tokens.to(device).masked_fill(~present, pad_token_id)
     rest = DataProto(
         {name: column for name, column in prompts.batch.items() if name not in (*PROMPT_COLUMNS, "seeds")},
         prompts.non_tensor_batch,
@@ -269,7 +275,7 @@ def answer(
     prompt_ids, prompt_mask = (
         prompts.batch[name].repeat_interleave(params.n, dim=0) for name in ("input_ids", "attention_mask")
     )
-    attention_mask = torch.cat([prompt_mask, sampled.to(prompt_mask.dtype)], dim=1)
+    attention_mask = torch.cat([prompt_mask, present.to(prompt_mask.dtype)], dim=1)
     generated = {
         "prompts": prompt_ids,
         "responses": responses,
@@ -284,9 +290,10 @@ def answer(
         ends = _is_any(responses, (*eos_token_ids, *params.stop_token_ids)) & sampled
         generated["stop_tokens"] = ends.sum(1)
     if hidden_token_ids is not None:
+        # the stop token at the end of a turn is not in the text either, as it should be: it is not counted
+        is_last = sampled & ~torch.nn.functional.pad(sampled[:, 1:], (0, 1))
         position = torch.arange(params.max_tokens, device=device)
-        # the stop token at the end is not in the text either, as it should be: it is not counted
-        is_end = ~truncated[:, None] & (position == lengths[:, None] - 1)
+        is_end = is_last & (~truncated[:, None] | (position < lengths[:, None] - 1))
         generated["hidden_tokens"] = (_is_any(responses, hidden_token_ids) & sampled & ~is_end).sum(1)
     return rest.repeat(params.n).union(DataProto.from_dict(generated))
 

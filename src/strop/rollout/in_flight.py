@@ -1,8 +1,12 @@
 """Samples of admitted batches: what is generated of each, for the engine and for a checkpoint.
 
 ``InFlight`` holds one batch, ``Queue`` the batches that an engine has admitted. Between two calls a sample is
-its prompt, its seed and its tokens so far. So a checkpoint holds tokens, and no state of an engine or a
-generator.
+its prompt, its seed and its tokens so far. So a checkpoint holds tokens, and no state of an engine, a
+generator or an environment.
+
+With turns, a stop token ends a turn and not the sample: an environment's answer is inserted, whose tokens
+have the version -1, or the sample ends. The random numbers of the first turn are those of a sample without
+turns; of a later one they follow from the sample's seed and the tokens before the turn.
 
 Shapes: B prompts, R = B x n samples, at most T tokens (``SamplingParams.max_tokens``), K samples that
 grow by S new tokens.
@@ -10,35 +14,52 @@ grow by S new tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, TrainingError
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
 
 _COLUMNS = ("tokens", "log_probs", "versions")
+_ROWS = ("lengths", "stopped", "begun", "ended")
+
+
+class Part(NamedTuple):
+    """Adjacent tokens of a sample: a turn of the policy, or what was inserted after it."""
+
+    is_turn: bool
+    ids: list[int]
 
 
 class InFlight:
     """The samples of one batch, in CPU memory.
 
-    tokens [R, T], log_probs [R, T] float32 and versions [R, T] int32 (-1: no token yet) up to lengths [R];
-    stopped [R]: the last token is a stop token.
+    tokens [R, T], log_probs [R, T] float32 and versions [R, T] int32 (-1: no token yet, or not sampled) up to
+    lengths [R]; stopped [R]: the last token is a stop token. With turns, begun [R] is the number of tokens
+    before the last turn, and ended [R] int8 the reason of the end (``columns.ENDED_BY``), 0 before it.
     """
 
     def __init__(
-        self, prompts: DataProto, params: SamplingParams, of_ranks: Sequence[DataProto] = (), rank: int = 0
+        self,
+        prompts: DataProto,
+        params: SamplingParams,
+        of_ranks: Sequence[DataProto] = (),
+        rank: int = 0,
+        *,
+        turn_length: int | None = None,
     ) -> None:
         """Begin with no tokens; ``DataError`` for prompts that ``seeds_of`` refuses.
 
         Where ranks generate each other's samples, ``of_ranks`` has the prompts of all, and ``prompts`` those
-        of ``rank``.
+        of ``rank``. ``turn_length``: most tokens of a turn; None: samples have no turns.
         """
-        self.prompts, self.params = prompts, params
+        self.prompts, self.params, self.turn_length = prompts, params, turn_length
         self.seeds: list[int] = []
         """Empty if greedy."""
         self.prompt_ids: list[Tensor] = []
@@ -56,11 +77,67 @@ class InFlight:
         self.versions = torch.full((rows, params.max_tokens), -1, dtype=torch.int32)
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.stopped = torch.zeros(rows, dtype=torch.bool)
+        self.begun = torch.zeros(rows, dtype=torch.long)
+        self.ended = torch.zeros(rows, dtype=torch.int8)
+        self.turn_seeds = list(self.seeds)
+        """Of the last turn of each sample; empty if greedy."""
 
     @property
     def complete(self) -> Tensor:
-        """Samples [R] that end with a stop token or have ``max_tokens`` tokens."""
+        """Samples [R] that are complete: with a stop token, or ``max_tokens`` tokens; with turns, ended."""
+        if self.turn_length is not None:
+            return self.ended > 0
         return self.stopped | (self.lengths == self.params.max_tokens)
+
+    @property
+    def decoding(self) -> Tensor:
+        """Samples [R] whose next token the policy samples."""
+        return ~self.complete & ~self.stopped
+
+    @property
+    def waiting(self) -> Tensor:
+        """Samples [R] whose turn has ended, for which an environment is to answer."""
+        return ~self.complete & self.stopped
+
+    def room(self, row: int) -> int:
+        """Return how many tokens the turn of a sample may still get."""
+        left = self.params.max_tokens - int(self.lengths[row])
+        if self.turn_length is None:
+            return left
+        return min(left, self.turn_length - int(self.lengths[row] - self.begun[row]))
+
+    def insert(self, row: int, ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample, and begin a turn; end the sample without room."""
+        first = int(self.lengths[row])
+        if first + len(ids) >= self.params.max_tokens:
+            self.end(row, "length")
+            return
+        self.tokens[row, first : first + len(ids)] = torch.tensor(ids)
+        self.lengths[row] = self.begun[row] = first + len(ids)
+        self.stopped[row] = False
+        self._seed_turn(row)
+
+    def end(self, row: int, reason: str) -> None:
+        """End a sample, for one of the reasons ``ENDED_BY``."""
+        self.ended[row] = ENDED_BY.index(reason)
+
+    def parts(self, row: int) -> list[Part]:
+        """Return the turns of a sample, and what was inserted between them."""
+        parts: list[Part] = []
+        for token, version in zip(self.ids(row), self.versions[row].tolist(), strict=False):
+            if not parts or parts[-1].is_turn != (version >= 0):
+                parts.append(Part(version >= 0, []))
+            parts[-1].ids.append(token)
+        return parts
+
+    def _seed_turn(self, row: int) -> None:
+        """Set the seed of a sample's last turn, a function of its own seed and of the tokens before."""
+        if not self.seeds or not self.begun[row]:
+            return
+        context = [*self.prompt_ids[row // self.params.n].tolist(), *self.ids(row)[: int(self.begun[row])]]
+        text = ",".join(map(str, (self.seeds[row], *context)))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        self.turn_seeds[row] = int.from_bytes(digest, "big") >> 1  # vLLM's seeds are signed
 
     def ids(self, row: int) -> list[int]:
         """Return the tokens of a sample so far."""
@@ -84,18 +161,34 @@ class InFlight:
         self.versions.view(-1)[places] = version
         self.lengths[rows] += new.lengths
         self.stopped[rows] = ~new.truncated
+        if self.turn_length is not None:
+            for row in rows[new.truncated].tolist():
+                if not self.room(row):
+                    self.end(row, "length")
 
     def result(self, **options: Any) -> DataProto:
         """Return the columns of ``answer``, of this rank's samples; ``options`` are its keyword arguments."""
-        columns = (self.tokens, self.log_probs, self.lengths, ~self.stopped)
-        samples = Samples(*(column[self.own] for column in columns))
-        return answer(self.prompts, self.params, samples, **options)
+        if self.turn_length is None:
+            truncated, sampled = ~self.stopped, None
+        else:
+            truncated, sampled = self.ended == ENDED_BY.index("length"), self.versions[self.own] >= 0
+            lost = self.ended[self.own] == ENDED_BY.index("error")
+            sampled &= ~lost[:, None]
+        columns = (self.tokens, self.log_probs, self.lengths, truncated)
+        samples = Samples(*(column[self.own] for column in columns), sampled)
+        found = answer(self.prompts, self.params, samples, **options)
+        return found if sampled is None else found.union(self._of_turns(sampled))
+
+    def _of_turns(self, sampled: Tensor) -> DataProto:
+        begins = sampled.int().diff(dim=1, prepend=torch.zeros(len(sampled), 1, dtype=torch.int32)) > 0
+        columns = {"ended_by": self.ended[self.own], "n_turns": begins.sum(1).short()}
+        return DataProto({name: column.clone() for name, column in columns.items()})
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of the samples, without unused columns."""
         longest = int(self.lengths.max())
         columns = {name: getattr(self, name)[:, :longest].clone() for name in _COLUMNS}
-        return {**columns, "lengths": self.lengths.clone(), "stopped": self.stopped.clone()}
+        return {**columns, **{name: getattr(self, name).clone() for name in _ROWS}}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a ``state``; ``CheckpointError`` if it is not of as many samples, or is longer."""
@@ -108,8 +201,11 @@ class InFlight:
             )
         for name in _COLUMNS:
             getattr(self, name)[:, :longest] = state[name]
-        self.lengths.copy_(state["lengths"])
-        self.stopped.copy_(state["stopped"])
+        for name in _ROWS:
+            if name in state:  # checkpoints from before there were turns lack two
+                getattr(self, name).copy_(state[name])
+        for row in range(rows):
+            self._seed_turn(row)
 
 
 class Queue:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.columns import REWARD_TEXT, TOKEN_COLUMNS
+from strop.columns import ENDED_BY, REWARD_TEXT, TOKEN_COLUMNS
 from strop.errors import DataError
 from strop.files import atomic_path
 from strop.terminal import printable
@@ -127,6 +127,11 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     columns = _labels(batch.non_tensor_batch)
     columns["prompt"] = _decode_each_once(prompt_ids, tokenizer, skip_special_tokens=False)
     columns["response"] = _decode_each_once(response_ids, tokenizer, skip_special_tokens=True)
+    if "conversation" in batch.non_tensor_batch:
+        texts = batch.non_tensor_batch["conversation"].tolist()
+        columns["conversation"] = pa.array(texts, pa.string())
+        columns["n_turns"] = pa.array(tensors["n_turns"])
+        columns["ended_by"] = pa.array([ENDED_BY[code] for code in tensors["ended_by"]], pa.string())
     if "hidden_tokens" in tensors:
         columns["hidden_tokens"] = pa.array(tensors["hidden_tokens"].astype(np.int32))
         columns["response_with_special_tokens"] = _whole_texts(

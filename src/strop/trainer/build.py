@@ -5,6 +5,7 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from strop.data.sources import Rows
 from strop.data.template_check import require_end
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.base import pick_device, require_gpu
+from strop.environments.loading import Environments, load_environments
 from strop.errors import Attempts, DataError, ModelError, raised_as
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.attention import attention_for, score_cap
@@ -39,6 +41,7 @@ from strop.rewards.base import Example, Reward
 from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
 from strop.rewards.router import UnknownSourceError
+from strop.rollout.episodes import TurnFormat
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
@@ -271,8 +274,12 @@ def build_trainer(
         mapping={Role[role]: placement.roles[role] for role in roles_of(config)},
     )
     rewards = config.reward_model
+    environments = attempt(lambda: load_environments(config.environment))
+    if environments is not None:
+        attempt(lambda: _require_turns(config, environments, tokenizer))
+    gives_rewards = environments is not None and environments.gives_rewards
     reward_fn, val_reward_fn = (
-        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, **rewards.reward_kwargs))
+        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, gives_rewards, **rewards.reward_kwargs))
         for n in (rewards.num_examine, rewards.val_num_examine)
     )
     trainer = attempt(
@@ -285,6 +292,7 @@ def build_trainer(
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
             rows=rows,
+            environments=environments,
         )
     )
     attempt.raise_errors()
@@ -294,6 +302,16 @@ def build_trainer(
         trainer.shutdown()
         raise
     return trainer
+
+
+def _require_turns(config: Config, environments: Environments, tokenizer: Any) -> None:
+    """Raise ``ModelError`` if the chat template shows no answers, or its calls cannot be read."""
+    folder = local_tokenizer(config.actor_rollout_ref.model.path, config.data.cache_dir)
+    ends: Any = None
+    if (folder / "generation_config.json").is_file():
+        ends = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
+    ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    TurnFormat.of(config, environments, tokenizer, sorted(ids)).log()
 
 
 def worker_group_class(config: RootConfig) -> type:

@@ -19,6 +19,7 @@ from strop.algorithms.advantages import group_statistics
 from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
+from strop.columns import ENDED_BY
 from strop.protocol import DataProto
 
 _CLOCK = time.time() - time.perf_counter()
@@ -142,7 +143,8 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
         **_spread("critic/advantages", columns["advantages"][real_BT]),
         **_spread("critic/returns", columns["returns"][real_BT]),
     }
-    group = group_statistics(scores_B, batch.non_tensor_batch["uid"])
+    member_B = batch.batch["response_mask"].bool().any(1)
+    group = group_statistics(scores_B, batch.non_tensor_batch["uid"], member_B)
     if (several_B := group.size_B > 1).any():
         # each sample counts 1 / size, so each group counts 1
         equal_B = group.is_equal_B.double() / group.size_B
@@ -166,11 +168,39 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
         metrics["response/hidden_rate"] = (columns["hidden_tokens"] > 0).float().mean().item()
     return {
         **metrics,
+        **turn_metrics(batch),
         **_spread("response_length", lengths_B),
         "response_length/clip_ratio": columns["truncated"].float().mean().item(),
         **_spread("prompt_length", prompts_B),
         "prompt_length/clip_ratio": (prompts_B >= max_prompt_length).float().mean().item(),
         "val/sequence_lengths": lengths_B.float().mean().item(),
+    }
+
+
+def turn_metrics(batch: DataProto) -> dict[str, float]:
+    """Return statistics of the turns of samples, and of the answers between them; {} without turns."""
+    columns, mask_BT = batch.batch, batch.batch["response_mask"]
+    if "n_turns" not in columns:
+        return {}
+    turns_B, ended_B = columns["n_turns"].float(), columns["ended_by"]
+    present_BT = columns["attention_mask"][:, -mask_BT.shape[1] :]
+    inserted = (present_BT.sum() - mask_BT.sum()).item()
+    counts = {
+        f"turns/{name}": columns[f"n_{name}"].float().sum().item()
+        for name in ("calls", "malformed", "errors", "other_stop")
+    }
+    reasons = {
+        f"turns/ended_by/{reason}": (ended_B == code).float().mean().item()
+        for code, reason in enumerate(ENDED_BY)
+        if reason
+    }
+    return {
+        "turns/mean": turns_B.mean().item(),
+        "turns/max": turns_B.max().item(),
+        "turns/answer_tokens": inserted / len(turns_B),
+        "turns/share_inserted": inserted / max(present_BT.sum().item(), 1),
+        **counts,
+        **reasons,
     }
 
 

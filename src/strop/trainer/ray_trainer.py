@@ -18,6 +18,7 @@ from strop.config.roles import reference_is_the_actor, uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
 from strop.data.sources import Rows
+from strop.environments.loading import Environments
 from strop.errors import ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
@@ -69,6 +70,7 @@ class RayPPOTrainer(VerlNames):
             new seeded order every epoch. Its ``state_dict`` is a part of checkpoints, so one without
             ``state_dict`` and ``load_state_dict`` is a ``ConfigError`` where ``trainer.save_freq`` > 0.
         rows: rows in memory, read where ``data.train_files`` or ``data.val_files`` has their names.
+        environments: what answers the turns of samples; None: samples have one turn.
     """
 
     auto_class = CAUSAL
@@ -95,6 +97,7 @@ class RayPPOTrainer(VerlNames):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         train_sampler: Any | None = None,
         rows: Sequence[Rows] = (),
+        environments: Environments | None = None,
     ) -> None:
         self.config = as_config(config)
         self.tokenizer = tokenizer
@@ -103,7 +106,7 @@ class RayPPOTrainer(VerlNames):
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn = as_reward(reward_fn)
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
-        self.rows = rows
+        self.rows, self.environments = rows, environments
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
@@ -153,6 +156,8 @@ class RayPPOTrainer(VerlNames):
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
         self.own_groups = {name_of(role): self._group(role) for role in self._own_roles()}
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
+        if self.environments is not None:
+            self.rollout.set_environments(self.environments)
         # all started before the first is awaited: pools load their models at the same time
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()

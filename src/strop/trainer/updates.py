@@ -42,7 +42,8 @@ def mini_batches(
             mini_batch.meta_info |= {
                 # of the whole mini-batch, so that a split over ranks and micro-batches gives one gradient
                 "n_tokens": float(mini_batch.batch["response_mask"].sum()),
-                "n_seqs": float(len(mini_batch)),
+                # a sample that its environment lost has no tokens, and counts nowhere
+                "n_seqs": float(mini_batch.batch["response_mask"].bool().any(1).sum()),
                 "iteration": iteration - 1,  # schedules count from 0
                 "total_iterations": total_iterations,
                 "first_update": first_update,

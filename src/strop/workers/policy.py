@@ -26,6 +26,7 @@ from strop.controller.pools import Role
 from strop.controller.rendezvous import open_store, stay_on_this_machine
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
+from strop.environments.loading import Environments
 from strop.errors import CheckpointError, ModelError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.manifest import covering
@@ -53,6 +54,7 @@ class ActorRolloutRefWorker(RoleWorker):
     rollout_version: int | None = None
     """Version of the rollout's weights, numbered by the trainer."""
     reference: Engine
+    environments: Environments | None = None
     _channel: Channel
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
@@ -67,6 +69,11 @@ class ActorRolloutRefWorker(RoleWorker):
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
         self._admitted: dict[int, list[str]] = {}
         """Number of each batch in flight -> the uids of its prompts."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_environments(self, environments: Environments) -> None:
+        """Set what answers the turns of samples; call it before ``init_model``."""
+        self.environments = environments
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -128,6 +135,7 @@ class ActorRolloutRefWorker(RoleWorker):
             shared_model=self._shareable_model,
             compute_dtype=None if apart else self.engine.compute_dtype,
             weights=None if apart else self.engine.named_weights(dtype=self._rollout_dtype),
+            environments=self.environments,
         )
         return build_rollout(self.section.rollout.name, spec)
 

@@ -26,6 +26,7 @@ from strop.config.schema.base import (
 )
 from strop.config.schema.critic import NO_CRITIC, CriticConfig
 from strop.config.schema.data import DataConfig, RowsConfig
+from strop.config.schema.environment import EnvironmentConfig
 from strop.config.schema.policy import ActorRolloutRefConfig, has_kl_term
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from strop.config.schema.trainer import RunConfig, TrainerConfig
@@ -179,6 +180,7 @@ class Config(RootConfig):
     critic: Annotated[CriticConfig, NO_CRITIC]
     reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
+    environment: EnvironmentConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
 

@@ -55,7 +55,12 @@ _BUILT_IN = frozenset(vars(builtins))
 
 
 def main() -> None:
-    """Redirect the standard streams, end with the starter, and serve until the requests end."""
+    """Serve until the requests end."""
+    serve(*streams())
+
+
+def streams() -> tuple[IO[bytes], IO[str], int]:
+    """Redirect the standard streams, and end with the starter; return requests, answers and MEMORY."""
     follow_to_death(int(sys.argv[1]))
     if memory_mb := int(sys.argv[2]):
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
@@ -68,7 +73,7 @@ def main() -> None:
     # A child that a scorer forks must not write into the pipe of its parent's answers, nor hold it open.
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, answers.fileno(), inheritable=False))
     faulthandler.enable()
-    serve(requests, answers, memory_mb)
+    return requests, answers, memory_mb
 
 
 def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
@@ -79,7 +84,7 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
     """
     own_id = os.getpid()
     pipes = {descriptor: _identity(descriptor) for descriptor in (requests.fileno(), answers.fileno())}
-    messages = _receive(requests)
+    messages = receive(requests)
     if (setup := next(messages, None)) is None:
         return
     try:
@@ -87,9 +92,9 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
         scorer: Scorer = pickle.loads(function)  # needs the sender's sys.path
     # A user's module may raise anything; the starter reports it.
     except BaseException:  # noqa: BLE001
-        _send(answers, {"status": "raised", "error": _traceback()})
+        send(answers, {"status": "raised", "error": _traceback()})
         return
-    _send(answers, {"status": "ready", "error": ""})
+    send(answers, {"status": "ready", "error": ""})
 
     def answer(token: str, outcomes: Sequence[Outcome]) -> None:
         with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
@@ -101,7 +106,7 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
             os.write(2, f"the reward function removed or replaced {broken} of its process\n".encode())
             os._exit(1)
         for outcome in outcomes:
-            _send(answers, {"token": token, **vars(outcome)})
+            send(answers, {"token": token, **vars(outcome)})
 
     if scorer.is_async:
         _serve_concurrently(scorer, messages, answer, memory_mb, timeout_s, max_concurrency)
@@ -196,13 +201,15 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _receive(requests: IO[bytes]) -> Iterator[Any]:
+def receive(requests: IO[bytes]) -> Iterator[Any]:
+    """Yield the requests, until the pipe is closed."""
     with contextlib.suppress(EOFError, pickle.UnpicklingError):  # closed, between messages or within one
         while True:
             yield pickle.load(requests)
 
 
-def _send(answers: IO[str], answer: dict[str, Any]) -> None:
+def send(answers: IO[str], answer: dict[str, Any]) -> None:
+    """Write an answer, as a line of JSON."""
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 

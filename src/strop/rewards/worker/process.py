@@ -179,14 +179,25 @@ class Lane:
 class Child:
     """A running process with its pipes."""
 
-    def __init__(self, setup: bytes, memory_limit_mb: int | None, *, start_timeout_s: float) -> None:
-        """Start the process, send ``setup``, and wait until it is ready for samples.
+    def __init__(
+        self,
+        setup: bytes,
+        memory_limit_mb: int | None,
+        *,
+        start_timeout_s: float,
+        module: str = "strop.rewards.worker.child",
+        what: str = "reward function",
+        section: str = "reward_model",
+    ) -> None:
+        """Start ``module``, send ``setup``, and wait until it is ready.
 
-        Raises ``RewardError`` if it cannot load the function, ends, or does not answer.
+        ``what`` it runs, and the ``section`` of its limits, are for errors. Raises ``RewardError`` if it
+        cannot load the function, ends, or does not answer.
         """
+        self._what = what
         self.memory_limit = ""  # for error texts
         if memory_limit_mb is not None:
-            self.memory_limit = f"its memory is limited by reward_model.memory_limit_mb={memory_limit_mb}"
+            self.memory_limit = f"its memory is limited by {section}.memory_limit_mb={memory_limit_mb}"
         marker = uuid.uuid4().hex
         lifeline, own_end = os.pipe()
         try:
@@ -196,7 +207,7 @@ class Child:
                     sys.executable,
                     "-P",
                     "-m",
-                    "strop.rewards.worker.child",
+                    module,
                     str(lifeline),
                     str(memory_limit_mb or 0),
                 ],
@@ -234,15 +245,15 @@ class Child:
             status, error = _read_greeting(message)
         except TimeoutError:
             raise RewardError(
-                f"the process for the reward function did not start within {timeout_s:g} s; "
+                f"the process for the {self._what} did not start within {timeout_s:g} s; "
                 "does its module do long work when it is imported?"
             ) from None
         except EOFError:
-            raise RewardError(f"the process for the reward function did not start: {self.kill()}") from None
+            raise RewardError(f"the process for the {self._what} did not start: {self.kill()}") from None
         if status != "ready":
             limit = f" ({self.memory_limit})" if self.memory_limit else ""
             raise RewardError(
-                f"the reward function cannot be loaded in the process that runs it{limit}:\n{error}"
+                f"the {self._what} cannot be loaded in the process that runs it{limit}:\n{error}"
             )
 
     def is_alive(self) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.episodes import Episodes
 from strop.rollout.hf.decoding import Contexts, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
@@ -58,11 +60,12 @@ class HFRollout:
         hidden_token_ids: Sequence[int] | None = None,
         compute_dtype: torch.dtype | None = None,
         micro_batch_size: int | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         """Check that ``model`` can be decoded; ``ModelError`` if not.
 
         ``hidden_token_ids``: counted in the column ``hidden_tokens``. ``micro_batch_size``: samples generated
-        at once, None for all; it changes memory, never a sample.
+        at once, None for all; it changes memory, never a sample. ``episodes``: samples have turns.
         """
         self.model = model
         self.pad_token_id = pad_token_id
@@ -71,6 +74,7 @@ class HFRollout:
         self.micro_batch_size = micro_batch_size
         self.advanced: Advanced = lambda done, tokens: None
         self._queue = Queue()
+        self._episodes: Episodes | None = None
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
         missing = {"position_ids", "past_key_values", "logits_to_keep"} - parameters.keys()
@@ -87,6 +91,7 @@ class HFRollout:
         ):
             check_decoding(model, self.generate)
         self.compute_dtype = compute_dtype  # set after the check, which bfloat16 rounding would blur
+        self._episodes = episodes  # likewise: the check has no rows
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFRollout:
@@ -118,13 +123,21 @@ class HFRollout:
             DataError: a column is missing or misshapen, or a prompt is empty or not left-padded.
             TrainingError: the model's logits are not finite.
         """
-        batch = InFlight(prompts, params)
+        batch = self._begun(prompts, params)
         self._complete([batch], 0, finished)
-        return batch.result(**self._special_ids)
+        turns = self._turns_of(batch)
+        return batch.result(**self._special_ids).union(turns)
+
+    def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
+        length = None if self._episodes is None else self._episodes.turn_length
+        return InFlight(prompts, params, turn_length=length)
+
+    def _turns_of(self, batch: InFlight) -> DataProto:
+        return DataProto() if self._episodes is None else self._episodes.columns(batch)
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """See ``RolloutEngine.admit``; raises like ``generate``."""
-        self._queue.admit(batch, InFlight(prompts, params))
+        self._queue.admit(batch, self._begun(prompts, params))
 
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """See ``RolloutEngine.finish``.
@@ -132,8 +145,10 @@ class HFRollout:
         Keys and values of all samples are computed again at every call. Samples of later batches get as many
         tokens as the longest response of ``batch`` still needs, whatever ``micro_batch_size`` is.
         """
-        self._complete(self._queue.from_oldest(batch), version, finished)
-        return self._queue.finished(batch, **self._special_ids)
+        batches = self._queue.from_oldest(batch)
+        self._complete(batches, version, finished)
+        turns = self._turns_of(batches[0])
+        return self._queue.finished(batch, **self._special_ids).union(turns)
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``."""
@@ -151,13 +166,21 @@ class HFRollout:
             "hidden_token_ids": self.hidden_token_ids,
         }
 
-    @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until the first of ``batches`` is complete, together with those of equal parameters."""
+        if self._episodes is None:
+            self._decode(batches, version, finished)
+            return
+        alike = [batch for batch in batches if batch.params == batches[0].params]
+        self._episodes.complete(alike, partial(self._decode, alike, version, None))
+
+    @torch.no_grad()
+    def _decode(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
+        """Generate until each sample, or turn, of the first of ``batches`` has ended."""
         oldest, params = batches[0], batches[0].params
         for row in oldest.complete.nonzero()[:, 0].tolist():
             oldest.report(finished, row)
-        rows = [row for batch in batches if batch.params == params for row in _incomplete_of(batch)]
+        rows = [row for batch in batches if batch.params == params for row in _decoding_of(batch)]
         awaited = sum(row.batch is oldest for row in rows)
         if not awaited:
             return
@@ -180,7 +203,7 @@ class HFRollout:
                     self._windows,
                     _contexts_of(part, self.model.device),
                     None if params.greedy else _uniforms_of(part),
-                    [min(params.max_tokens - row.length, most) for row in part],
+                    [min(row.batch.room(row.sample), most) for row in part],
                     params,
                     stop_ids_S,
                     self.compute_dtype or self.model.dtype,
@@ -210,9 +233,11 @@ def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]
     """Return the options of ``HFRollout`` that a worker's description of it decides."""
     from strop.rollout.hf.kind import samples_at_once  # needs pydantic, which the engine does not
 
+    end_ids = end_token_ids(model, spec.tokenizer)
     return {
+        "episodes": Episodes.of(spec, end_ids),
         "pad_token_id": spec.tokenizer.pad_token_id,
-        "eos_token_ids": end_token_ids(model, spec.tokenizer),
+        "eos_token_ids": end_ids,
         "hidden_token_ids": hidden_token_ids(model, spec.tokenizer),
         "micro_batch_size": samples_at_once(spec.config, _facts_of(model)),
     }
@@ -231,8 +256,8 @@ class _Row(NamedTuple):
     length: int
 
 
-def _incomplete_of(batch: InFlight) -> list[_Row]:
-    samples = (~batch.complete).nonzero()[:, 0]
+def _decoding_of(batch: InFlight) -> list[_Row]:
+    samples = batch.decoding.nonzero()[:, 0]
     return [_Row(batch, *row) for row in zip(samples.tolist(), batch.lengths[samples].tolist(), strict=True)]
 
 
@@ -255,8 +280,8 @@ def _uniforms_of(part: Sequence[_Row]) -> Tensor:
     """Return the random numbers [R, T] of each row's next tokens; T is the most that a row needs."""
     tokens = part[0].batch.params.max_tokens
     # from the stream's beginning: a sample is continued without a generator's state
-    uniforms_RT = draw_uniforms([row.batch.seeds[row.sample] for row in part], tokens)
-    lengths_R1 = torch.tensor([[row.length] for row in part])
+    uniforms_RT = draw_uniforms([row.batch.turn_seeds[row.sample] for row in part], tokens)
+    lengths_R1 = torch.tensor([[row.length - int(row.batch.begun[row.sample])] for row in part])
     columns_RT = lengths_R1 + torch.arange(tokens - int(lengths_R1.min()))
     return uniforms_RT.gather(1, columns_RT.clamp(max=tokens - 1))
 
@@ -277,7 +302,7 @@ def _append(part: Sequence[_Row], samples: Samples, version: int) -> None:
     start = 0
     for batch, group in itertools.groupby(part, key=attrgetter("batch")):
         numbers = torch.tensor([row.sample for row in group])
-        new = Samples(*(column[start : start + len(numbers)].cpu() for column in samples))
+        new = Samples(*(column[start : start + len(numbers)].cpu() for column in samples[:4]))
         batch.add(numbers, new, version)
         start += len(numbers)
 

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
 from strop.protocol import DataProto
 from strop.rollout.base import PROMPT_COLUMNS, Advanced, Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.episodes import Episodes
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.kind import (
@@ -82,12 +84,14 @@ class VLLMRollout:
         seed_per_sample: bool | None = None,
         rank: int = 0,
         world_size: int = 1,
+        episodes: Episodes | None = None,
     ) -> None:
         """Start the engine; ``ModelError`` with vLLM's reason if it fails.
 
         ``model`` gives names and shapes of the weights; its parameters may be on the meta device.
         ``arguments`` are those of ``engine_arguments``, ``sampling`` further fields of ``SamplingParams``.
         ``seed_per_sample=False`` seeds each call instead of each sample; None: where that is faster.
+        ``episodes``: samples have turns.
         """
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -108,6 +112,7 @@ class VLLMRollout:
         self._asleep = False
         self.advanced: Advanced = lambda done, tokens: None
         self._queue = Queue()
+        self._episodes = episodes
         require_supported(model.config, device)
         whole_prompts: dict[str, Any] = {}
         if device.type == "cpu":
@@ -148,17 +153,19 @@ class VLLMRollout:
     def build(cls, spec: RolloutSpec) -> VLLMRollout:
         """See ``RolloutEngine.build``; the weights come with the first update."""
         model, _ = defer_causal_lm(**spec.model)
+        end_ids = end_token_ids(model, spec.tokenizer)
         return cls(
             model,
             engine_arguments(spec, model.config),
             device=spec.device,
             pad_token_id=spec.tokenizer.pad_token_id,
-            eos_token_ids=end_token_ids(model, spec.tokenizer),
+            eos_token_ids=end_ids,
             hidden_token_ids=hidden_token_ids(model, spec.tokenizer),
             sampling=extra_sampling(spec.config),
             seed_per_sample=seed_per_sample(spec.config),
             rank=spec.rank,
             world_size=spec.world_size,
+            episodes=Episodes.of(spec, end_ids),
         )
 
     def generate(
@@ -167,7 +174,11 @@ class VLLMRollout:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         batch = self._batch(prompts, params)
         self._complete([batch], 0, finished)
-        return batch.result(**self._special_ids)
+        turns = self._turns_of(batch)
+        return batch.result(**self._special_ids).union(turns)
+
+    def _turns_of(self, batch: InFlight) -> DataProto:
+        return DataProto() if self._episodes is None else self._episodes.columns(batch)
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """See ``RolloutEngine.admit``; collective over the ranks of a tensor-parallel group."""
@@ -179,8 +190,10 @@ class VLLMRollout:
         Later batches advance with any ``params``. A tensor-parallel group completes the batches of all its
         ranks, which so stay in lockstep.
         """
-        self._complete(self._queue.from_oldest(batch), version, finished)
-        return self._queue.finished(batch, **self._special_ids)
+        batches = self._queue.from_oldest(batch)
+        self._complete(batches, version, finished)
+        turns = self._turns_of(batches[0])
+        return self._queue.finished(batch, **self._special_ids).union(turns)
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``: the samples of all ranks of the engine."""
@@ -196,7 +209,8 @@ class VLLMRollout:
         columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
         of_ranks: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(of_ranks, columns.to("cpu"), group=group.cpu_group)
-        return InFlight(prompts, params, of_ranks, group.rank_in_group)
+        length = None if self._episodes is None else self._episodes.turn_length
+        return InFlight(prompts, params, of_ranks, group.rank_in_group, turn_length=length)
 
     @property
     def _special_ids(self) -> dict[str, Any]:
@@ -218,10 +232,17 @@ class VLLMRollout:
         # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
         if not self._llm.reset_prefix_cache():
             raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
+        if self._episodes is None:
+            self._decode(batches, version, finished)
+        else:
+            self._episodes.complete(batches, partial(self._decode, batches, version, None))
+
+    def _decode(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
+        """Generate until each sample, or turn, of the first of ``batches`` has ended."""
         oldest = batches[0]
         for row in oldest.complete.nonzero()[:, 0].tolist():
             oldest.report(finished, row)
-        left = int((~oldest.complete).sum())
+        left = int(oldest.decoding.sum())
         if left == 0:
             return
         with contextlib.nullcontext() if self._seed_per_sample else drawing_from(call_seed(batches)):
@@ -233,12 +254,12 @@ class VLLMRollout:
     def _run(
         self, batches: Sequence[InFlight], left: int, finished: Finished | None
     ) -> list[tuple[InFlight, int, CompletionOutput]]:
-        """Return what is generated of each sample until ``left`` of the first batch are complete."""
+        """Return what is generated of each sample until ``left`` of the first batch have ended."""
         engine, oldest = self._llm.llm_engine, batches[0]
         running = {
             f"{place}/{row}": (batch, row)
             for place, batch in enumerate(batches)
-            for row in (~batch.complete).nonzero()[:, 0].tolist()
+            for row in batch.decoding.nonzero()[:, 0].tolist()
         }
         outputs: dict[str, tuple[InFlight, int, CompletionOutput]] = {}
         at_once = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
@@ -270,17 +291,18 @@ class VLLMRollout:
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
         """Return the parameters of the request that continues a sample."""
-        params, options, done = batch.params, dict(self._options), int(batch.lengths[row])
+        params, options = batch.params, dict(self._options)
+        done = int(batch.lengths[row] - batch.begun[row])  # of the last turn
         if "min_tokens" in options:
             options["min_tokens"] = max(options["min_tokens"] - done, 0)
         if not params.greedy:
             options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
             if self._seed_per_sample:
-                options["seed"] = continued_seed(batch.seeds[row], done)
+                options["seed"] = continued_seed(batch.turn_seeds[row], done)
         return VLLMSamplingParams(
             temperature=0.0 if params.greedy else params.temperature,
             **options,
-            max_tokens=params.max_tokens - done,
+            max_tokens=batch.room(row),
             stop_token_ids=[*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)],
             ignore_eos=True,  # stop_token_ids has the end-of-sequence ids unless params ignores them
             # of the sampled token alone; n would add the n likeliest

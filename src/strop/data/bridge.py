@@ -1,0 +1,234 @@
+"""The bridge: the tokens between a turn of the policy and its next one.
+
+A turn ends with a stop token that the policy sampled. The bridge is what the chat template writes from there
+to the next generation prompt, with the answer of an environment in it. It is rendered from three messages,
+[user, assistant with a marker, answer], never from the history: sampled tokens are never decoded and
+tokenized again, and a template that rewrites earlier turns has no influence on them.
+
+The text of a bridge is tokenized together with the stop token before it, whose id is dropped: some tokenizers
+strip what follows a special token, or add a space to the first text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strop.data.control_tokens import control_tokens
+from strop.data.prompts import AUTO, PromptFormat
+from strop.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK, _PROBE = "zqxjkvbp", "wvfqzjkx"
+_FORMS = ("mapping", "text", "content")
+"""Where the marker of a turn stands: the arguments of a call, as a mapping or JSON text, or the content."""
+_HELLO = {"role": "user", "content": "Hi"}
+
+
+class Call(NamedTuple):
+    """A tool call of a turn."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = "abcdefghi"
+
+
+class Bridge:
+    """Render the messages that follow a turn, as token ids.
+
+    ``one_call``: the template has room for one tool call in a turn. ``stop_id``: the stop token that it
+    writes. ``history``: what it shows otherwise than it was sampled, in words; "" if it only appends.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        how: PromptFormat = AUTO,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answer_role: str = "auto",
+    ) -> None:
+        """Try the template with probes.
+
+        ``stop_ids`` end a turn; ``tools`` are JSON schemas; ``answer_role`` is the role of a tool's answer:
+        ``tool``, ``user``, or ``auto`` (``tool``).
+
+        Raises ``ModelError`` if the template is missing, shows no answer, or writes no stop token.
+        """
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which an environment's "
+                "answers need: use an instruction-tuned model's tokenizer, or set data.chat_template"
+            )
+        self._tokenizer, self._control, self._how = tokenizer, control_tokens(tokenizer), how
+        own: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        self._options: dict[str, Any] = {**how.apply_chat_template_kwargs, **own}
+        added = tokenizer.added_tokens_decoder
+        self._stops: dict[str, int] = {
+            str(added[stop] if stop in added else tokenizer.decode([stop])): stop for stop in stop_ids
+        }
+        self.answers_as_user = answer_role == "user"
+        self._form = "content"
+        probe = {"role": "user", "content": _PROBE}
+        self._require("user", ("content",), [probe])
+        found, _ = self._render("content", [probe])
+        assert found is not None
+        self.one_call, self.stop_id = False, self._stops[found[0]]
+        if tools and not self.answers_as_user:
+            name = tools[0]["function"]["name"]
+            calls = [Call(name, {}), Call(name, {}, "bcdefghij")]
+            self._form = self._require("tool", _FORMS, [tool_message(calls[0], _PROBE)], calls[:1])
+            answers = [tool_message(call, _PROBE) for call in calls]
+            self.one_call = self._render(self._form, answers, calls)[0] is None
+        self.history = self._history()
+
+    def ids(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> list[int]:
+        """Return the ids of the bridge with ``messages`` in it, which answer ``calls`` or the turn's text.
+
+        Control tokens in the messages are text. Raises ``ModelError`` if the template does not render them.
+        """
+        given = self._control.escape([dict(message) for message in messages])
+        found, problem = self._render(self._form if calls else "content", given, calls, probe=False)
+        if found is None:
+            raise ModelError(f"the chat template does not render the answer {messages}: {problem}")
+        stop, text = found
+        ids = self._control.encode([stop + text], add_special_tokens=False)[0]
+        if not ids or ids[0] != self._stops[stop]:
+            raise ModelError(f"the stop token {stop!r} is not one token before {text!r:.80}")
+        return ids[1:]
+
+    def answers(self, calls: Sequence[Call], texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the messages with the answers to the calls of a turn, in the order of the calls."""
+        if self.answers_as_user:
+            return [{"role": "user", "content": "\n".join(texts)}]
+        return [tool_message(call, text) for call, text in zip(calls, texts, strict=True)]
+
+    def cut(self, text: str, limit: int) -> str:
+        """Return a text of at most ``limit`` tokens: its beginning and its end, around a note."""
+
+        def size(piece: str) -> int:
+            return len(self._control.encode([self._control.escape(piece)], add_special_tokens=False)[0])
+
+        longest = 64 * limit  # characters; a flood is not tokenized as a whole
+        if len(text) <= longest and size(text) <= limit:
+            return text
+
+        def kept(characters: int) -> str:
+            note = f"\n[{len(text) - 2 * characters} characters left out]\n"
+            return f"{text[:characters]}{note}{text[len(text) - characters :]}"
+
+        low, high = 0, min(len(text), longest) // 2
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if size(kept(middle)) <= limit else (low, middle - 1)
+        return kept(low)
+
+    def _require(
+        self, role: str, forms: Sequence[str], messages: list[dict[str, Any]], calls: Sequence[Call] = ()
+    ) -> str:
+        """Return the first of ``forms`` in which the template shows the messages."""
+        problems: list[str] = []
+        for form in forms:
+            found, problem = self._render(form, messages, calls)
+            if found is not None:
+                return form
+            problems.append(problem)
+        remedy = (
+            "; set environment.answer_role=user, which sends a tool's answer as a user's message"
+            if role == "tool"
+            else "; use the model's own end token and chat template, or set data.chat_template"
+        )
+        raise ModelError(
+            f"the chat template of {self._tokenizer.name_or_path!r} shows no answer of the role {role!r} "
+            f"after a turn: {'; '.join(dict.fromkeys(problems))}{remedy}"
+        )
+
+    def _render(
+        self,
+        form: str,
+        messages: Sequence[Mapping[str, Any]],
+        calls: Sequence[Call] = (),
+        *,
+        probe: bool = True,
+    ) -> tuple[tuple[str, str] | None, str]:
+        """Return the stop token after the marker and the text behind it, or None and the problem.
+
+        ``probe``: the messages contain a probe, which must be rendered.
+        """
+        try:
+            whole = self._text([_HELLO, _marked(form, calls), *messages])
+        # Templates raise anything.
+        except Exception as error:  # noqa: BLE001
+            return None, f"{type(error).__name__}: {error!s:.120}"
+        before, _, rest = whole.partition(_MARK)
+        if _MARK in rest or before == whole:
+            return None, f"it renders the assistant's turn {whole.count(_MARK)} times"
+        if probe and rest.count(_PROBE) != len(messages):
+            return None, "the message is not in the text"
+        places = [(rest.index(stop), -len(stop), stop) for stop in self._stops if stop in rest]
+        if not places:
+            return None, f"no stop token ({', '.join(self._stops)}) follows the assistant's text"
+        place, _, stop = min(places)
+        if probe and _PROBE in rest[:place]:
+            return None, f"no stop token ({', '.join(self._stops)}) precedes the message"
+        return (stop, rest[place + len(stop) :]), ""
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = True) -> str:
+        rendered: Any = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **self._options,
+        )
+        return rendered
+
+    def _history(self) -> str:
+        """Return how the template shows an earlier turn otherwise than it was sampled."""
+        found = []
+        following = {"role": "user", "content": _PROBE}
+        turns = {
+            "an earlier turn": _MARK,
+            "thinking of an earlier turn": f"<think>\n{_PROBE}\n</think>\n\n{_MARK}",
+        }
+        for name, turn in turns.items():
+            bridge, _ = self._render("content", [following])
+            assert bridge is not None
+            sampled = self._text([_HELLO]) + turn + "".join(bridge)
+            try:
+                whole = self._text([_HELLO, {"role": "assistant", "content": turn}, following])
+            except Exception:  # noqa: BLE001 - templates raise anything
+                continue
+            if whole != sampled:
+                found.append(name)
+                break
+        return found[0] if found else ""
+
+
+def tool_message(call: Call, text: str) -> dict[str, Any]:
+    """Return the message with the answer to a call."""
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+
+
+def call_message(calls: Sequence[Call], content: str = "", *, as_text: bool = False) -> dict[str, Any]:
+    """Return an assistant's message with calls; ``as_text``: their arguments as JSON."""
+
+    def arguments(call: Call) -> Any:
+        return json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
+
+    made = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments(call)}}
+        for call in calls
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+def _marked(form: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return an assistant's turn with the marker, and with ``calls`` where ``form`` has them."""
+    if form == "content" or not calls:
+        return {"role": "assistant", "content": _MARK}
+    marked = [call._replace(arguments={"x": ""}) for call in calls[:-1]]
+    return call_message([*marked, calls[-1]._replace(arguments={"x": _MARK})], as_text=form == "text")

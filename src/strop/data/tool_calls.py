@@ -1,0 +1,322 @@
+"""Tool calls in the text of a turn.
+
+The text is read by ``parse_response`` of transformers with a response template: regular expressions for the
+notation of a model family. ``find_parser`` takes the template that comes with the tokenizer, or the one of
+``NOTATIONS`` that reads back a call that the chat template writes. A call that cannot be read, or does not
+fit the schema of its tool, makes the turn malformed, and none of its calls is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from strop.data.bridge import Call, call_message
+from strop.errors import ConfigError, ModelError
+
+_START = "\0"
+"""Stands for the beginning of a turn; no text has it."""
+
+
+class Turn(NamedTuple):
+    """A turn of the policy."""
+
+    text: str
+    """Without the stop token."""
+    calls: tuple[Call, ...] = ()
+    malformed: str = ""
+    """The reason why its calls cannot be run; "" if there is none."""
+    content: str = ""
+    """The text without calls and thinking."""
+
+
+def _notation(calls: Mapping[str, Any], *, thinking: str | None = r"</think>\s*") -> dict[str, Any]:
+    """Return a response template; ``thinking``: expression that closes a think block, None: there is none."""
+    fields: dict[str, Any] = {}
+    if thinking:
+        fields["reasoning_content"] = {"open": "<think>", "close_pattern": thinking, "content": "text"}
+    fields["tool_calls"] = {"repeats": True, **calls}
+    fields["content"] = {"close_pattern": "$", "content": "text"}
+    return {"defaults": {"role": "assistant"}, "start_anchor": _START, "fields": fields}
+
+
+_WHOLE = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+"""A call is one JSON object, {"name": ..., "arguments": {...}}."""
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_ARGUMENTS = {"content": "json", "transform": _NAMED}
+"""The name stands before the JSON of the arguments."""
+
+
+def _tags(pattern: str) -> dict[str, Any]:
+    """Return the fields of calls whose arguments stand in tags."""
+    values = {"tag_pattern": pattern, "value_parser": {"name": "json", "args": {"allow_non_json": True}}}
+    return {"content": "xml-inline", "content_args": values, "transform": _NAMED}
+
+
+NOTATIONS: dict[str, dict[str, Any]] = {
+    "hermes": _notation({"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", **_WHOLE}),
+    "qwen_coder": _notation(
+        {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+            "close_pattern": r"</function>\s*</tool_call>\s*",
+            **_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+        }
+    ),
+    "glm": _notation(
+        {
+            "open_pattern": r"<tool_call>\s*(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)",
+            "close_pattern": r"</tool_call>\s*",
+            **_tags(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        },
+        thinking=r"</think>\s*|(?=<tool_call>)",  # a call ends the thinking
+    ),
+    "llama": _notation(
+        {
+            "open_pattern": r'(?:<\|python_tag\|>)?\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+            "close_pattern": r"\}\s*$",
+            **_ARGUMENTS,
+        },
+        thinking=None,
+    ),
+    "mistral": _notation(
+        {
+            "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])|$",
+            **_ARGUMENTS,
+        },
+        thinking=None,
+    ),
+    "mistral_list": _notation(
+        {
+            "open_pattern": r"\[TOOL_CALLS\]\s*\[(?=\{)|(?<=\}),\s*(?=\{\"name\")",
+            "close_pattern": r"(?=,\s*\{\"name\")|\]\s*$",
+            **_WHOLE,
+        },
+        thinking=None,
+    ),
+    "harmony": _notation(
+        {
+            "open_pattern": r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[\w.-]+)"
+            r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*json<\|message\|>",
+            "close_pattern": r"<\|call\|>|$",
+            **_ARGUMENTS,
+        },
+        thinking=None,
+    ),
+    "deepseek": _notation(
+        {
+            "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
+            r"(?:<｜tool▁sep｜>|\s*```json\n)",
+            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+            **_ARGUMENTS,
+        }
+    ),
+}
+"""Name -> response template."""
+PYTHONIC = "pythonic"
+"""Calls in Python's notation, ``[look_up(word="x")]``, alone or between the tokens of LFM2."""
+
+Parser = Callable[[str, str, Sequence[Mapping[str, Any]]], Turn]
+"""(text of a turn, end of the prompt before it, JSON schemas of the tools) -> the turn."""
+
+
+def find_parser(
+    name: str,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    stops: Sequence[str],
+    load: Callable[[str], Callable[..., Any]],
+) -> Parser:
+    """Return the parser of the calls of a model.
+
+    ``name``: one of ``NOTATIONS``, ``pythonic``, ``file.py:function`` (text -> a list of (name, arguments);
+    ValueError: malformed), loaded by ``load``, or ``auto``. ``options`` are variables of the chat template,
+    ``stops`` the texts of the stop tokens.
+
+    Raises ``ConfigError`` for an unknown name, ``ModelError`` if no parser reads what the template writes.
+    """
+    if name == "auto":
+        if own := getattr(tokenizer, "response_template", None):
+            return _reading({**own, "start_anchor": _START})
+        return _reading_back(tokenizer, options, stops)
+    if name in NOTATIONS:
+        return _reading(NOTATIONS[name])
+    if name == PYTHONIC:
+        return _calling(_pythonic)
+    if ".py:" in name:
+        return _calling(load(name))
+    known = ", ".join((*NOTATIONS, PYTHONIC))
+    raise ConfigError(f"environment.parser={name!r}: expected auto, {known}, or file.py:function")
+
+
+def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[str]) -> Parser:
+    """Return the parser that reads a call from what the chat template writes for it."""
+    properties = {"word": {"type": "string", "description": "The word."}}
+    parameters = {"type": "object", "properties": properties, "required": ["word"]}
+    schema = {"name": "look_up", "description": "Look up a word.", "parameters": parameters}
+    tools = [{"type": "function", "function": schema}]
+    call = Call("look_up", {"word": "w 1é"})
+    hello, found = [{"role": "user", "content": "Hi"}], ""
+    parsers = {name: _reading(template) for name, template in NOTATIONS.items()}
+    parsers[PYTHONIC] = _calling(_pythonic)
+    for as_text in (False, True):
+        # templates raise anything
+        with contextlib.suppress(Exception):
+            rendered = {"tokenize": False, **options, "tools": tools}
+            prompt = tokenizer.apply_chat_template(hello, add_generation_prompt=True, **rendered)
+            whole = tokenizer.apply_chat_template([*hello, call_message([call], as_text=as_text)], **rendered)
+            if call.arguments["word"] not in whole:
+                continue
+            # of equal beginnings; the prompt may have a think block that is left out here
+            pairs = enumerate(zip(prompt, whole, strict=False))
+            begun = next((place for place, (one, other) in pairs if one != other), len(prompt))
+            ends = (whole.index(stop, begun) for stop in stops if stop in whole[begun:])
+            end = min(ends, default=len(whole))
+            found = whole[begun:end]
+            # earlier by up to 20 characters: the two may have the first ones of the notation in common
+            for start in range(begun, max(begun - 20, -1), -1):
+                for parse in parsers.values():
+                    turn = parse(whole[start:end], "", tools)
+                    if [read[:2] for read in turn.calls] == [call[:2]]:
+                        return parse
+    names = ", ".join(parsers)
+    written = f"it writes a call as {found!r:.200}, which no parser reads" if found else "it writes no calls"
+    raise ModelError(
+        f"the chat template of {tokenizer.name_or_path!r} does not say how the model writes tool calls: "
+        f"{written}; set environment.parser to one of {names}, or to file.py:function"
+    )
+
+
+def _reading(template: Mapping[str, Any]) -> Parser:
+    """Return a parser by a response template."""
+    from transformers.utils.chat_parsing import parse_response  # seconds
+
+    def parse(text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
+        opened = "<think>" if _opens_thinking(prompt_end) else ""
+        known: Any = list(tools) or None  # whose types values in tags are cast to
+        try:
+            found = parse_response(text, dict(template), prefix=_START + opened, tools=known)
+            calls = [_call_of(call) for call in found.get("tool_calls") or []]
+        except (ValueError, TypeError, RecursionError) as error:
+            return Turn(text, malformed=f"the call cannot be read: {_reason(error)}", content=text)
+        return _checked(text, found.get("content", ""), calls, tools)
+
+    return parse
+
+
+def _calling(function: Callable[[str], Any]) -> Parser:
+    """Return a parser by a function of the text."""
+
+    def parse(text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
+        try:
+            found = [(str(name), dict(arguments)) for name, arguments in function(text)]
+        except ValueError as error:
+            return Turn(text, malformed=f"the call cannot be read: {_reason(error)}", content=text)
+        return _checked(text, "" if found else text, found, tools)
+
+    return parse
+
+
+def _opens_thinking(prompt_end: str) -> bool:
+    return prompt_end.rfind("<think>") > prompt_end.rfind("</think>")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2].removeprefix("Error: ")[:200]
+
+
+def _call_of(call: Any) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments; ``ValueError`` if they are none."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("expected an object with name and arguments")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):  # JSON within JSON
+        arguments = json.loads(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"arguments of {function['name']}: expected an object, found {type(arguments).__name__}"
+        )
+    return function["name"], arguments
+
+
+def _pythonic(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of a text that is a list of Python calls; none of other texts."""
+    marked = re.search(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|$)", text, re.DOTALL)
+    stripped = (marked[1] if marked else text).strip()
+    if not (stripped.startswith("[") and stripped.endswith("]")):
+        return []
+    try:
+        tree = ast.parse(stripped, mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else []
+        return [
+            (ast.unparse(call.func), {str(key.arg): ast.literal_eval(key.value) for key in call.keywords})
+            for call in calls
+            if isinstance(call, ast.Call)
+        ]
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+
+
+def _checked(
+    text: str, content: str, calls: Sequence[tuple[str, dict[str, Any]]], tools: Sequence[Mapping[str, Any]]
+) -> Turn:
+    """Return the turn, malformed if a call does not fit the schema of its tool."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    for name, arguments in calls:
+        if name not in schemas:
+            found = f"there is no tool {name!r:.80}; the tools are {', '.join(schemas)}"
+            return Turn(text, malformed=found, content=content)
+        properties = schemas[name].get("properties", {})
+        required = schemas[name].get("required", [])
+        problems = [f"it has no argument {key!r:.80}" for key in arguments if key not in properties]
+        problems += [f"the argument {key!r} is missing" for key in required if key not in arguments]
+        problems += [
+            f"{key}={value!r:.80} is no {_type_in_words(properties[key])}"
+            for key, value in arguments.items()
+            if key in properties and not _fits(value, properties[key])
+        ]
+        if problems:
+            expected = ", ".join(f"{key}: {_type_in_words(known)}" for key, known in properties.items())
+            return Turn(text, malformed=f"{name}({expected}): {'; '.join(problems)}", content=content)
+    return Turn(text, tuple(Call(*call) for call in calls), content=content)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _types_of(schema: Mapping[str, Any]) -> list[str]:
+    given = schema.get("type", [])
+    types = [given] if isinstance(given, str) else list(given)
+    for choice in [*schema.get("anyOf", []), *schema.get("oneOf", [])]:
+        types += _types_of(choice)
+    return [*types, "null"] if schema.get("nullable") and types else types
+
+
+def _type_in_words(schema: Mapping[str, Any]) -> str:
+    return " or ".join(_types_of(schema)) or "value"
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return True if a value has one of the types of its schema; False is no number."""
+    types = _types_of(schema)
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    return not types or any(
+        isinstance(value, _TYPES.get(name, object)) and (name == "boolean" or not isinstance(value, bool))
+        for name in types
+    )

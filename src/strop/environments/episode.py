@@ -1,0 +1,231 @@
+"""An episode: a user's environment and tools for one sample.
+
+An environment is a class. ``reset`` begins an episode; it takes the columns of the sample's row, and
+``seed``, by name. Public methods are tools, which the policy calls; ``respond(response, turn)`` answers a
+turn without calls with a text, a message, a list of messages, or None at the end; ``reward(...)`` returns a
+number, or one for each turn; ``close`` ends the episode. All are optional but ``reset``, and may be
+``async def``. The attribute ``done`` ends the episode once it is True. Plain functions are tools without a
+state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.errors import ConfigError
+from strop.rewards.arguments import Function, PlayedTurn, conversation_of
+
+RESERVED = ("reset", "respond", "reward", "get_reward", "close", "done")
+"""Names of an environment that are no tools."""
+LONGEST_TEXT = 100_000
+"""Characters of an answer; the end of a longer one is left out."""
+
+Factory = Any
+"""A class of the user's."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What episodes are made of; it is pickled for the processes that run them."""
+
+    environments: Mapping[str, Factory] = field(default_factory=dict)
+    """Name in the column ``environment`` -> class; the name "" is that of a single one."""
+    tools: Sequence[Any] = ()
+    """Functions, and classes whose public methods are tools."""
+
+    def environment_of(self, row: Mapping[str, Any]) -> Factory | None:
+        """Return the class for a row; None if there are tools only."""
+        if not self.environments:
+            return None
+        return self.environments["" if "" in self.environments else str(row.get("environment"))]
+
+    def schemas(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the JSON schemas of the tools, by the name of the environment.
+
+        Raises ``ConfigError`` for a tool without a docstring or type hints, or two of one name.
+        """
+        return {
+            name: _schemas(factory, self.tools) for name, factory in (self.environments or {"": None}).items()
+        }
+
+    def has(self, method: str) -> bool:
+        """Return True if an environment has the method."""
+        return any(hasattr(factory, method) for factory in self.environments.values())
+
+    def gives_rewards(self) -> bool:
+        """Return True if an environment has ``reward`` or TRL's ``get_reward``."""
+        return self.has("reward") or self.has("get_reward")
+
+
+def methods_of(owner: Any) -> dict[str, Callable[..., Any]]:
+    """Return the tools of a class or of its object: public methods by name, in the order of the class."""
+    names = [name for kind in reversed(_class(owner).__mro__) for name in vars(kind)]
+    return {
+        name: getattr(owner, name)
+        for name in dict.fromkeys(names)
+        if not name.startswith("_") and name not in RESERVED and callable(getattr(owner, name))
+    }
+
+
+def _defined(owner: type, name: str) -> Any:
+    """Return an attribute as its class defines it: a function, or a static method."""
+    return next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
+
+
+def _class(owner: Any) -> type:
+    return owner if isinstance(owner, type) else type(owner)
+
+
+def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of an environment's methods and of further tools."""
+    from transformers.utils import get_json_schema  # seconds
+
+    found: dict[str, dict[str, Any]] = {}
+    for owner in (*([environment] if environment is not None else []), *tools):
+        methods = methods_of(owner) if isinstance(owner, type) else {owner.__name__: owner}
+        for name, method in methods.items():
+            where = f"the tool {name!r} of {getattr(owner, '__name__', owner)}"
+            if name in found:
+                raise ConfigError(f"{where}: there are two tools of this name")
+            is_method = isinstance(owner, type) and inspect.isfunction(_defined(owner, name))
+            try:
+                schema = get_json_schema(_without_self(method) if is_method else method)
+            # The library raises its own errors, and those of type hints that cannot be resolved.
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(
+                    f"{where} cannot be described to the model: {reason}. Expected type hints, and a "
+                    "docstring with a line for each argument below `Args:`"
+                ) from error
+            schema["function"].pop("return", None)
+            found[name] = schema
+    return [*found.values()]
+
+
+def _without_self(method: Any) -> Any:
+    """Return a function with the signature of a method as it is called on an object."""
+
+    @functools.wraps(method)
+    def bound() -> None: ...
+
+    vars(bound).pop("__wrapped__", None)
+    hints = inspect.get_annotations(method, eval_str=True)
+    first, *others = inspect.signature(method).parameters.values()
+    parameters = [other.replace(annotation=hints.get(other.name, other.annotation)) for other in others]
+    vars(bound)["__signature__"] = inspect.Signature(parameters)
+    bound.__annotations__ = {name: hint for name, hint in hints.items() if name != first.name}
+    return bound
+
+
+Run = Callable[..., Awaitable[Any]]
+"""(function, **arguments) -> its result: awaited, or computed in the episode's thread."""
+
+
+class Episode:
+    """The objects of one sample, in the process that runs them."""
+
+    def __init__(self, blueprint: Blueprint, row: Mapping[str, Any]) -> None:
+        self._blueprint, self._row = blueprint, row
+        self._environment: Any = None
+        self._tools: dict[str, Callable[..., Any]] = {}
+
+    async def begin(self, seed: int, run: Run) -> str:
+        """Make the objects and reset the environment; return the text of ``reset``, or ""."""
+        if (factory := self._blueprint.environment_of(self._row)) is not None:
+            self._environment = await run(factory)
+            self._tools |= methods_of(self._environment)
+        for tool in self._blueprint.tools:
+            if isinstance(tool, type):
+                self._tools |= methods_of(await run(tool))
+            else:
+                self._tools[tool.__name__] = tool
+        reset = getattr(self._environment, "reset", None)
+        if reset is None:
+            return ""
+        values = {**self._row, "seed": seed}
+        found = await run(reset, **Function(reset, "reset").arguments(values))
+        return found if isinstance(found, str) else ""
+
+    async def call(self, calls: Sequence[Mapping[str, Any]], run: Run) -> tuple[list[str], list[str]]:
+        """Run the calls of a turn in their order; return an answer for each, and the errors among them."""
+        texts, errors = [], []
+        for call in calls:
+            try:
+                text = as_text(await run(self._tools[call["name"]], **call["arguments"]))
+            # User code may raise anything; SystemExit and the like end the process.
+            except Exception as error:  # noqa: BLE001
+                text = in_one_line(error)
+                errors.append(text)
+            texts.append(text)
+        return texts, errors
+
+    async def respond(self, response: str, turn: int, run: Run) -> list[dict[str, Any]] | None:
+        """Return the messages that answer a turn without calls; None at the end."""
+        respond = getattr(self._environment, "respond", None)
+        if respond is None:
+            return None
+        values = {**self._row, "response": response, "turn": turn}
+        return as_messages(await run(respond, **Function(respond, "respond").arguments(values)))
+
+    @property
+    def done(self) -> bool:
+        """True if the environment has ended the episode."""
+        return bool(getattr(self._environment, "done", False))
+
+    async def reward(
+        self, values: Mapping[str, Any], turns: Sequence[PlayedTurn], run: Run
+    ) -> list[float] | None:
+        """Return the reward, or one for each turn; None if the environment gives none. Close it."""
+        environment, found = self._environment, None
+        function = getattr(environment, "reward", None) or getattr(environment, "get_reward", None)
+        if function is not None:
+            own = {
+                "turns": list(turns),
+                "conversation": conversation_of(turns),
+                "last_turn": turns[-1].text if turns else "",
+                "response": "\n".join(turn.text for turn in turns),
+            }
+            known = {**self._row, **values, **own}
+            found = await run(function, **Function(function, "reward").arguments(known))
+        if (close := getattr(environment, "close", None)) is not None:
+            await run(close)
+        if found is None:
+            return None
+        numbers = [float(value) for value in found] if isinstance(found, list | tuple) else [float(found)]
+        if len(numbers) not in (1, len(turns)):
+            raise ValueError(f"reward returned {len(numbers)} numbers for {len(turns)} turns")
+        return numbers
+
+
+def as_text(value: Any) -> str:
+    """Return the text of a tool's result: a text as it is, None as an empty one, else JSON."""
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text.encode(errors="replace").decode()  # lone surrogates, which no tokenizer takes
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT} characters left out]"
+
+
+def as_messages(value: Any) -> list[dict[str, Any]] | None:
+    """Return what ``respond`` returned as messages: a text is one of the user. ``TypeError`` for others."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return [{"role": "user", "content": as_text(value)}]
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, list | tuple) or not all(
+        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
+    ):
+        raise TypeError(f"respond returned {value!r:.80}: expected a text, a message, messages or None")
+    return [{"role": str(message["role"]), "content": as_text(message["content"])} for message in messages]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error as the policy reads it."""
+    reason = " ".join(str(error).split())
+    return f"error: {type(error).__name__}: {reason}"[:400] if reason else f"error: {type(error).__name__}"

@@ -1,0 +1,131 @@
+"""A policy that says what a script says: samples of several turns without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from strop.columns import ENDED_BY
+from strop.config.load import load_config
+from strop.data.prompts import AUTO, encode_prompts
+from strop.environments.loading import Environments, load_environments
+from strop.passed import passing
+from strop.protocol import DataProto
+from strop.rollout.base import Samples, SamplingParams
+from strop.rollout.episodes import Episodes, TurnFormat
+from strop.rollout.in_flight import InFlight
+
+from byte_tokenizer import CHATML, STOP, byte_tokenizer
+
+KEYS = ["actor_rollout_ref.model.path=m", "data.train_files=f"]
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Return a tool call as the byte tokenizer's template writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def environments_of(*tools: Any, **environments: Any) -> Environments:
+    """Load classes and functions of the test; the keyword ``own`` is the environment of all rows."""
+    functions = {f"function:{found.__name__}-{place}": found for place, found in enumerate(tools)}
+    named = {f"function:{name}-0": found for name, found in environments.items()}
+    path = {"" if name == "own" else name: f"function:{name}-0" for name in environments}
+    settings = settings_of(path=path, tools=list(functions))
+    with passing(functions | named):
+        found = load_environments(settings)
+    assert found is not None
+    return found
+
+
+def settings_of(**values: Any) -> Any:
+    """Return the section ``environment`` with some values."""
+    return load_config(KEYS).environment.model_copy(update=values)
+
+
+class Script:
+    """Samples that say their scripts, and what environments make of them."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        scripts: Sequence[Sequence[str | Sequence[int]]],
+        *,
+        rows: Mapping[str, Sequence[Any]] | None = None,
+        template: str = CHATML,
+        n: int = 1,
+        max_tokens: int = 2000,
+        prompt: Any = "Hi",
+        **settings: Any,
+    ) -> None:
+        self.tokenizer = byte_tokenizer(template)
+        config = load_config(KEYS).model_copy(update={"environment": settings_of(**settings)})
+        form = TurnFormat.of(config, environments, self.tokenizer, [STOP])
+        self.episodes = Episodes(environments, config.environment, self.tokenizer, [STOP], form)
+        self.scripts, self.turn = scripts, [0] * len(scripts)
+        prompts = len(scripts) // n
+        columns = {"ground_truth": ["x"] * prompts, **(rows or {})}
+        tools = [
+            json.dumps(environments.tools_of({name: column[row] for name, column in columns.items()}))
+            for row in range(prompts)
+        ]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        ids = encode_prompts(
+            [messages] * prompts, self.tokenizer, AUTO, [text if text != "[]" else None for text in tools]
+        )
+        self.prompt_ids = ids[0]
+        mask = torch.ones(prompts, len(ids[0]), dtype=torch.long)
+        tensors = {"input_ids": torch.tensor(ids), "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
+        tensors["seeds"] = torch.arange(7, 7 + len(scripts)).view(prompts, n)
+        self.batch = InFlight(
+            DataProto.from_dict(tensors, non_tensors=columns),
+            SamplingParams(max_tokens=max_tokens, n=n),
+            turn_length=self.episodes.turn_length,
+        )
+
+    def decode(self, rows: Sequence[int] | None = None) -> None:
+        """Say the next turn of each sample that is to be decoded."""
+        for row in self.batch.decoding.nonzero()[:, 0].tolist():
+            if rows is not None and row not in rows:
+                continue
+            said = self.scripts[row][self.turn[row]]
+            self.turn[row] += 1
+            ids = (
+                [*self.tokenizer(said, add_special_tokens=False)["input_ids"], STOP]
+                if isinstance(said, str)
+                else [*said]
+            )
+            cut = ids[: self.batch.room(row)]
+            new = Samples(
+                torch.tensor([cut]),
+                torch.full((1, len(cut)), -1.0),
+                torch.tensor([len(cut)]),
+                torch.tensor([cut[-1] != STOP]),
+            )
+            self.batch.add(torch.tensor([row]), new, 1)
+
+    def play(self) -> DataProto:
+        """Return the finished batch."""
+        try:
+            self.episodes.complete([self.batch], self.decode)
+            turns = self.episodes.columns(self.batch)
+            return self.batch.result(pad_token_id=0, eos_token_ids=[STOP], hidden_token_ids=[]).union(turns)
+        finally:
+            self.episodes.close()
+
+
+def conversation(result: DataProto, row: int = 0) -> list[dict[str, Any]]:
+    """Return the turns of a sample."""
+    return json.loads(result.non_tensor_batch["conversation"][row])["turns"]
+
+
+def ended_by(result: DataProto) -> list[str]:
+    """Return the reason of each sample's end."""
+    return [ENDED_BY[code] for code in result.batch["ended_by"].tolist()]
+
+
+def answers(result: DataProto, row: int = 0) -> list[str]:
+    """Return the texts of the answers that were inserted into a sample."""
+    return [message["content"] for turn in conversation(result, row) for message in turn["answers"]]

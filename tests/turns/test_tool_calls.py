@@ -1,0 +1,111 @@
+"""Calls from text: what templates write for a call is read back, and thinking is no call."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.data.tool_calls import NOTATIONS, PYTHONIC, find_parser
+from strop.errors import ConfigError, ModelError
+
+from byte_tokenizer import byte_tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}, "a": {"type": "integer"}},
+            },
+        },
+    }
+]
+_NAME, _ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+_EACH = "{% for k, v in c.function.arguments.items() %}"
+WRITTEN = {
+    "hermes": f'<tool_call>\n{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}\n</tool_call>',
+    "qwen_coder": f"<tool_call>\n<function={_NAME}>\n{_EACH}<parameter={{{{ k }}}}>\n{{{{ v }}}}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "glm": f"\n<tool_call>{_NAME}\n{_EACH}<arg_key>{{{{ k }}}}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+    "llama": f'{{"name": "{_NAME}", "parameters": {_ARGUMENTS}}}',
+    "mistral": f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}",
+    "mistral_list": f'[TOOL_CALLS] [{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}]',
+    "harmony": f" to=functions.{_NAME}<|channel|>commentary json<|message|>{_ARGUMENTS}",
+    "deepseek": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>{_ARGUMENTS}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    PYTHONIC: f"<|tool_call_start|>[{_NAME}({_EACH}{{{{ k }}}}='{{{{ v }}}}'"
+    "{% endfor %})]<|tool_call_end|>",
+}
+
+
+def _tokenizer(written: str):
+    return byte_tokenizer(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}" + written + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_parser_follows_from_what_the_template_writes(name):
+    tokenizer = _tokenizer(WRITTEN[name])
+    parse = find_parser("auto", tokenizer, {}, ["<|im_end|>"], pytest.fail)
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "look_up", "arguments": {"word": "é x"}}}],
+    }
+    text = tokenizer.apply_chat_template([message], tokenize=False)
+    said = text.partition("assistant\n")[2].partition("<|im_end|>")[0]
+    turn = parse(said, "", TOOLS)
+    assert [(call.name, call.arguments) for call in turn.calls] == [("look_up", {"word": "é x"})]
+    assert turn.malformed == ""
+    assert find_parser(name, tokenizer, {}, [], pytest.fail)(said, "", TOOLS).calls == turn.calls
+
+
+def test_a_template_without_calls_names_the_parsers():
+    with pytest.raises(ModelError, match=r"environment\.parser to one of hermes"):
+        find_parser("auto", _tokenizer(""), {}, ["<|im_end|>"], pytest.fail)
+    with pytest.raises(ConfigError, match=r"environment\.parser='hermis'"):
+        find_parser("hermis", _tokenizer(""), {}, [], pytest.fail)
+
+
+CALL = '<tool_call>{"name": "look_up", "arguments": {"a": %d}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt_end", "said", "arguments", "content"),
+    [
+        ("hermes", "", f"<think>I could say {CALL % 0} here</think>{CALL % 1}", [1], ""),
+        ("hermes", "<think>", f"maybe {CALL % 0}</think>No tool is needed.", [], "No tool is needed."),
+        ("hermes", "<think>\n\n</think>\n\n", CALL % 1, [1], ""),
+        ("hermes", "", f"{CALL % 1}\n{CALL % 2}", [1, 2], ""),
+        ("hermes", "", "no call", [], "no call"),
+        (
+            "glm",
+            "<think>",
+            "I need it<tool_call>look_up\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+            [1],
+            "",
+        ),
+    ],
+)
+def test_a_call_in_thinking_is_none_unless_it_ends_the_thinking(parser, prompt_end, said, arguments, content):
+    turn = find_parser(parser, None, {}, [], pytest.fail)(said, prompt_end, TOOLS)
+    assert [call.arguments["a"] for call in turn.calls] == arguments
+    assert (turn.content, turn.malformed) == (content, "")
+
+
+def test_a_parser_of_the_user_gives_calls_and_malformed_ones():
+    def own(text):
+        if text == "?":
+            raise ValueError("no call")
+        return [("look_up", {"word": text[1:]})] if text.startswith("*") else []
+
+    parse = find_parser("own.py:own", None, {}, [], lambda given: own)
+    assert parse("*12", "", TOOLS).calls[0].arguments == {"word": "12"}
+    assert parse("?", "", TOOLS).malformed.endswith("no call")
+    assert parse("=1", "", TOOLS).calls == ()
+    assert set(WRITTEN) == {*NOTATIONS, PYTHONIC}
