@@ -120,3 +120,30 @@ def test_it_generates_ahead_and_a_killed_run_continues_to_the_same_numbers(input
     kill("in_flight", 3, killed)
     assert hashes(train(killed)) == expected
     assert metrics(tmp_path / "killed") == lines
+
+
+REPLIES = """
+class Replies:
+    def reset(self, seed):
+        self.seed = seed
+
+    def respond(self, response, turn):
+        return None if turn == 2 else str(self.seed % 100)
+"""
+
+
+@pytest.mark.slow
+def test_turns_are_sampled_as_they_are_trained(inputs):
+    (inputs / "replies.py").write_text(REPLIES)
+    options = (
+        *VLLM,
+        f"environment.path={inputs / 'replies.py'}:Replies",
+        "data.max_response_length=16",
+        "actor_rollout_ref.rollout.stop_token_ids=[4,5,6,7,8,9]",  # a random policy seldom says <end>
+        "algorithm.adv_estimator=grpo",
+    )
+    found = [hashes(train(overrides(inputs, inputs / name, *options))) for name in ("turns", "again")]
+    assert found[0] == found[1]
+    lines = [line for line in read_metrics(inputs / "turns" / "metrics.jsonl") if line["step"]]
+    assert max(line["training/rollout_probs_diff_mean"] for line in lines) < 1e-5
+    assert min(line["turns/mean"] for line in lines) > 1

@@ -43,7 +43,10 @@ from strop.tracking.text import VALIDATION_PREFIX, names_in_order, shown_names
 KINDS = ("rollouts", "validation")
 """Folders of samples."""
 _SEARCHED = ("prompt", "response", "response_with_special_tokens", "ground_truth", "uid")
-_TEXTS = ("uid", "data_source", "ground_truth", "prompt", "response", "response_with_special_tokens")
+_TEXTS = (
+    *("uid", "data_source", "ground_truth", "prompt", "response", "response_with_special_tokens"),
+    *("ended_by", "conversation"),
+)
 _PER_TOKEN = ("response_ids", "response_mask", "rollout_versions", *TOKEN_COLUMNS)
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 _CONFIG_BYTES = 1 << 20

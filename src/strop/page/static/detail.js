@@ -66,11 +66,23 @@ function card(sample, scale, place, linked) {
   return el("article", { class: "card" },
     el("header", {}, linked ? el("a", { href: addressOf(place, { row: sample.row, show: "sample" }) }, name) : el("b", {}, name),
       facts.map(([label, value]) => el("span", {}, el("small", {}, label), " ", value)),
+      sample.ended_by ? el("span", {}, el("small", {}, "ended by"), " ", sample.ended_by) : "",
       sample.truncated ? el("em", {}, "cut at the limit") : "", sample.reward_failed ? el("em", {}, "not scored") : "",
       sample.hidden_tokens ? el("em", {}, `${sample.hidden_tokens} hidden from the reward`) : ""),
-    tokensOf(sample, measure, scale),
+    turnsOf(sample), tokensOf(sample, measure, scale),
     sample.tokens.texts.includes(null)
       ? el("details", {}, el("summary", {}, "As text"), el("pre", {}, visible(sample.response_with_special_tokens || sample.response))) : "");
+}
+
+/** Return the turns of a sample as blocks: what the policy wrote, its calls, and what answered it. */
+function turnsOf(sample) {
+  if (!sample.conversation) return "";
+  const { turns, error } = JSON.parse(sample.conversation);
+  const values = (call) => Object.entries(call.arguments).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ");
+  return el("ol", { class: "turns" }, turns.map((turn) => el("li", {}, el("pre", {}, visible(turn.text)),
+    turn.calls.map((call) => el("code", {}, visible(`${call.name}(${values(call)})`))),
+    turn.answers.map((answer) => el("pre", { class: "answer" }, el("small", {}, `${answer.role} `), visible(answer.content))))),
+    error ? el("li", {}, el("em", {}, visible(error))) : "");
 }
 
 /** Return the scores of one prompt over the steps, and its responses. */
