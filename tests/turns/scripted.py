@@ -66,7 +66,7 @@ class Script:
         self.episodes = Episodes(environments, config.environment, self.tokenizer, [STOP], form)
         self.scripts, self.turn = scripts, [0] * len(scripts)
         prompts = len(scripts) // n
-        columns = {"ground_truth": ["x"] * prompts, **(rows or {})}
+        columns = {"prompt": [prompt] * prompts, "ground_truth": ["x"] * prompts, **(rows or {})}
         tools = [
             json.dumps(environments.tools_of({name: column[row] for name, column in columns.items()}))
             for row in range(prompts)
@@ -76,14 +76,20 @@ class Script:
             [messages] * prompts, self.tokenizer, AUTO, [text if text != "[]" else None for text in tools]
         )
         self.prompt_ids = ids[0]
-        mask = torch.ones(prompts, len(ids[0]), dtype=torch.long)
-        tensors = {"input_ids": torch.tensor(ids), "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
+        padding = 100
+        mask = (torch.arange(padding + len(ids[0])) >= padding).long().repeat(prompts, 1)
+        tensors = {
+            "input_ids": torch.tensor([[0] * padding + one for one in ids]),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
         tensors["seeds"] = torch.arange(7, 7 + len(scripts)).view(prompts, n)
         self.batch = InFlight(
             DataProto.from_dict(tensors, non_tensors=columns),
             SamplingParams(max_tokens=max_tokens, n=n),
             turn_length=self.episodes.turn_length,
         )
+        self.episodes.begin(self.batch)
 
     def decode(self, rows: Sequence[int] | None = None) -> None:
         """Say the next turn of each sample that is to be decoded."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strop.data.prompts import encode_prompts
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, DataError
 
 from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
 from scripted import Script, answers, call, conversation, ended_by, environments_of
@@ -415,3 +415,34 @@ def test_random_numbers_of_a_later_turn_follow_from_the_tokens_before_it():
     other.play()
     assert one.batch.turn_seeds != first
     assert one.batch.turn_seeds != other.batch.turn_seeds
+
+
+class Tells:
+    """Its first observation comes from ``reset``, as in TRL's games."""
+
+    def reset(self, start, **row):
+        return f"The board is {start}." if start else None
+
+    def respond(self, response, turn):
+        return None
+
+
+def test_a_text_of_reset_is_added_to_the_prompt():
+    script = Script(environments_of(own=Tells), [["a"]] * 4, n=2, rows={"start": ["x", ""]})
+    result = script.play()
+    texts = [
+        script.tokenizer.decode(ids[mask[: len(ids)].bool()])
+        for ids, mask in zip(result.batch["prompts"], result.batch["attention_mask"], strict=True)
+    ]
+    assert texts[0] == "<|im_start|>user\nHi\n\nThe board is x.<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[2] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[0] == texts[1]
+    positions = result.batch["position_ids"][0][result.batch["attention_mask"][0].bool()]
+    assert positions.tolist() == list(range(len(positions)))
+
+
+def test_a_text_of_reset_must_fit_and_be_of_the_group():
+    with pytest.raises(DataError, match=r"data\.max_prompt_length is"):
+        Script(environments_of(own=Tells), [["a"]], rows={"start": ["x" * 200]})
+    with pytest.raises(DataError, match=r"environment\.seed=prompt"):
+        Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, seed="sample")

@@ -70,6 +70,8 @@ class _Live:
         self.episode = episode
         self._thread: ThreadPoolExecutor | None = None
         self.n_turns = 0
+        self.text = ""
+        """What ``reset`` returned."""
 
     async def run(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Return the function's result; functions that are no coroutines run in the episode's thread."""
@@ -106,23 +108,30 @@ class _Live:
 
 
 async def _answer(blueprint: Blueprint, live: dict[str, _Live], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a request: past (results of turns that were played again), and the result or ``failed``."""
+    """Answer a request: past (results of turns that are played again, from ``first``), and the result.
+
+    ``failed`` in its place is the error of a method that is no tool.
+    """
     name, past = request["episode"], []
     try:
         if name not in live:
             made = _Live(Episode(blueprint, request["row"]))
-            await made.episode.begin(request["seed"], made.run)
+            made.text = await made.episode.begin(request["seed"], made.run)
             live[name] = made
-            past = [await made.turn(turn) for turn in request["past"]]
+        first = live[name].n_turns
+        past = [await live[name].turn(turn) for turn in request["past"]]
+        played = {"first": first, "past": past}
+        if "begin" in request:
+            return {**played, "text": live[name].text}
         if "turn" in request:
-            return {"past": past, **await live[name].turn(request["turn"])}
+            return {**played, **await live[name].turn(request["turn"])}
         ended = live.pop(name)
         turns = [PlayedTurn(**turn) for turn in request["turns"]]
         try:
             rewards = await ended.episode.reward(request["values"], turns, ended.run)
         finally:
             ended.end()
-        return {"past": past, "rewards": rewards}
+        return {**played, "rewards": rewards}
     # User code may raise anything; SystemExit and the like end this process.
     except Exception as error:  # noqa: BLE001
         return {"past": past, "failed": in_one_line(error), "traceback": traceback.format_exc()[-4000:]}

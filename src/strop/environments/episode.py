@@ -1,11 +1,11 @@
 """An episode: a user's environment and tools for one sample.
 
 An environment is a class. ``reset`` begins an episode; it takes the columns of the sample's row, and
-``seed``, by name. Public methods are tools, which the policy calls; ``respond(response, turn)`` answers a
-turn without calls with a text, a message, a list of messages, or None at the end; ``reward(...)`` returns a
-number, or one for each turn; ``close`` ends the episode. All are optional but ``reset``, and may be
-``async def``. The attribute ``done`` ends the episode once it is True. Plain functions are tools without a
-state.
+``seed``, by name; a text that it returns is added to the prompt. Public methods are tools, which the policy
+calls; ``respond(response, turn)`` answers a turn without calls with a text, a message, a list of messages, or
+None at the end; ``reward(...)`` returns a number, or one for each turn; ``close`` ends the episode. All are
+optional but ``reset``, and may be ``async def``. The attribute ``done`` ends the episode once it is True.
+Plain functions are tools without a state.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Episode:
             return ""
         values = {**self._row, "seed": seed}
         found = await run(reset, **Function(reset, "reset").arguments(values))
-        return found if isinstance(found, str) else ""
+        return as_text(found) if isinstance(found, str) else ""
 
     async def call(self, calls: Sequence[Mapping[str, Any]], run: Run) -> tuple[list[str], list[str]]:
         """Run the calls of a turn in their order; return an answer for each, and the errors among them."""

@@ -34,6 +34,8 @@ class Environments:
     gives_rewards: bool
     responds: bool
     """An environment answers turns without calls."""
+    has_reset: bool
+    """There is an environment, not only tools."""
 
     def tools_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools of a row; ``ValueError`` if it names no environment."""
@@ -78,7 +80,14 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
             f"{_KEY}: the environment cannot be pickled for its process ({error}); keep open files, locks "
             "and models out of its class, and open them in reset"
         ) from error
-    return Environments(pickled, list(sys.path), schemas, blueprint.gives_rewards(), blueprint.has("respond"))
+    return Environments(
+        pickled,
+        list(sys.path),
+        schemas,
+        blueprint.gives_rewards(),
+        blueprint.has("respond"),
+        bool(environments),
+    )
 
 
 def load_object(given: str, key: str) -> Any:

@@ -32,9 +32,9 @@ class Request:
     row: Mapping[str, Any]
     seed: int
     past: Sequence[Mapping[str, Any]]
-    """Earlier turns, for a process that does not have the episode."""
+    """Earlier turns; those that a process has not played are played again."""
     content: Mapping[str, Any]
-    """``turn``, or ``turns`` and ``values`` for the end."""
+    """``begin``, ``turn``, or ``turns`` and ``values`` for the end."""
     answer: Future[dict[str, Any]] = field(default_factory=Future)
     deadline: float = 0.0
 
@@ -87,8 +87,8 @@ class _Process:
         """Requests that were in flight when a process crashed; each runs alone."""
         self._in_flight: dict[str, Request] = {}
         self._child: Child | None = None
-        self._known: set[str] = set()
-        """Episodes of the running process."""
+        self._known: dict[str, int] = {}
+        """Episodes of the running process, and how many of their turns it has played."""
         self._open = True
         self._thread = threading.Thread(target=self._run, name="strop-environments", daemon=True)
         self._thread.start()
@@ -158,14 +158,14 @@ class _Process:
                 what="environment",
                 section="environment",
             )
-        is_known = request.episode in self._known
-        past = [] if is_known else [dict(turn) for turn in request.past]
-        begun = {} if is_known else {"row": dict(request.row), "seed": request.seed, "past": past}
+        known = self._known.get(request.episode)
+        past = [dict(turn) for turn in request.past[known or 0 :]]
+        begun = {} if known is not None else {"row": dict(request.row), "seed": request.seed}
         token = secrets.token_hex(8)
-        message = {"token": token, "episode": request.episode, **begun, **request.content}
+        message = {"token": token, "episode": request.episode, "past": past, **begun, **request.content}
         self._child.lane.post(pickle.dumps(message))
         self._child.output.allow_more()
-        self._known.add(request.episode)
+        self._known[request.episode] = len(request.past) + ("turn" in request.content)
         # a thread of its own answers each, so its time starts now
         request.deadline = time.monotonic() + self._timeout_s * (1 + len(past))
         self._in_flight[token] = request
@@ -190,7 +190,7 @@ class _Process:
             self._lose("it wrote into its process's pipe")
         else:
             if "turns" in request.content:
-                self._known.discard(request.episode)
+                self._known.pop(request.episode, None)
             request.answer.set_result(answer)
 
     def _lose(self, reason: str, culprit: Request | None = None) -> None:

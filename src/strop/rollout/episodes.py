@@ -23,11 +23,11 @@ import torch
 
 from strop.columns import ENDED_BY
 from strop.data.bridge import Bridge, Call
-from strop.data.prompts import PromptFormat
+from strop.data.prompts import PromptFormat, encode_prompts
 from strop.data.tool_calls import Parser, Turn, find_parser
 from strop.environments.loading import Environments, load_object
 from strop.environments.pool import EnvironmentPool, Request
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, DataError
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.in_flight import InFlight, Part
@@ -91,6 +91,7 @@ class TurnFormat(NamedTuple):
     """By the JSON of the tools that the prompt shows."""
     parser: Parser | None
     """None without tools."""
+    how: PromptFormat
 
     @classmethod
     def of(
@@ -108,16 +109,13 @@ class TurnFormat(NamedTuple):
             for tools in environments.schemas.values()
         }
         if not any(environments.schemas.values()):
-            return cls(bridges, None)
+            return cls(bridges, None, how)
         added = tokenizer.added_tokens_decoder
         stops = [str(added[stop]) if stop in added else tokenizer.decode([stop]) for stop in stop_ids]
         options = dict(how.apply_chat_template_kwargs)
-        return cls(
-            bridges,
-            find_parser(
-                settings.parser, tokenizer, options, stops, partial(load_object, key="environment.parser")
-            ),
-        )
+        load = partial(load_object, key="environment.parser")
+        parser = find_parser(settings.parser, tokenizer, options, stops, load)
+        return cls(bridges, parser, how)
 
     def log(self) -> None:
         """Log what the template does to earlier turns, if it rewrites them."""
@@ -139,10 +137,12 @@ class Episodes:
         tokenizer: Any,
         stop_ids: Sequence[int],
         form: TurnFormat,
+        prompt_key: str = "prompt",
     ) -> None:
         """Start no process yet; ``settings`` is the section ``environment``."""
         self._environments, self._settings, self._tokenizer = environments, settings, tokenizer
         self._stop_ids, self._bridges, self._parser = set(stop_ids), form.bridges, form.parser
+        self._how, self._prompt_key = form.how, prompt_key
         self.turn_length: int = settings.turn_length or 2**31 - 1
         self._pool = EnvironmentPool(
             environments.blueprint,
@@ -163,7 +163,40 @@ class Episodes:
             return None
         form = TurnFormat.of(spec.config, spec.environments, spec.tokenizer, stop_ids)
         stops = [*stop_ids, *spec.config.actor_rollout_ref.rollout.stop_token_ids]
-        return cls(spec.environments, spec.config.environment, spec.tokenizer, stops, form)
+        key = spec.config.data.prompt_key
+        return cls(spec.environments, spec.config.environment, spec.tokenizer, stops, form, key)
+
+    def begin(self, batch: InFlight) -> InFlight:
+        """Return a new batch, whose prompts have the texts that ``reset`` returned.
+
+        Raises ``DataError`` if a prompt becomes too long, or its samples have seeds of their own.
+        """
+        if not self._environments.has_reset:
+            return batch
+        rows = range(batch.own.start, batch.own.stop, batch.params.n)
+        episodes = [self._episode(batch, row) for row in rows]
+        asked = [self._submit(one, [], {"begin": True}) for one in episodes]
+        texts = [future.result().get("text", "") for future in asked]
+        if any(texts):
+            prompts = [self._with_text(*pair) for pair in zip(episodes, texts, strict=True)]
+            batch.replace_prompts(prompts, self._tokenizer.pad_token_id)
+        return batch
+
+    def _with_text(self, episode: _Episode, text: str) -> list[int]:
+        """Return the ids of a prompt with a text at the end of its last message of the user."""
+        if text and self._settings.seed == "sample":
+            raise DataError(
+                "reset returned a text for the prompt, which the samples of a prompt share, and "
+                "environment.seed=sample gives each its own: set environment.seed=prompt"
+            )
+        messages = self._how.messages(episode.row[self._prompt_key])
+        last = messages[-1]
+        if text and last["role"] == "user":
+            messages = [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}".strip()}]
+        elif text:
+            messages = [*messages, {"role": "user", "content": text}]
+        tools = json.dumps(episode.tools) if episode.tools else None
+        return encode_prompts([messages], self._tokenizer, self._how, [tools])[0]
 
     def complete(self, batches: Sequence[InFlight], decode: Callable[[], None]) -> None:
         """Let environments answer and ``decode`` turns, until the first of ``batches`` is complete.
@@ -223,27 +256,28 @@ class Episodes:
             end = self._tokenizer.decode(
                 batch.prompt_ids[row // batch.params.n][-8:], skip_special_tokens=False
             )
-            known[row] = episode = _Episode(
+            known[row] = _Episode(
                 str(self._n_named),
                 columns,
                 self._seed(batch, prompt, own % batch.params.n),
                 self._environments.tools_of(columns),
                 end,
             )
-            parts = batch.parts(row)
-            if parts and parts[-1].is_turn and not bool(batch.complete[row]):
-                parts = parts[:-1]  # the turn that waits is not answered yet
-            if _is_cut(batch, row):
-                parts = parts[:-1]
-            for part in parts:
-                if part.is_turn:
-                    episode.played.append(_Played(self._read(episode, part)))
-                    episode.is_resumed = True
-                else:
-                    episode.played[-1].ids = part.ids
-            if bool(batch.ended[row] == ENDED_BY.index("error")):
-                episode.error = "it was lost before the run was resumed"
         return known[row]
+
+    def _recover(self, batch: InFlight, row: int, episode: _Episode) -> None:
+        """Read the turns of a sample from its tokens, where a checkpoint has them; the last one may wait."""
+        if episode.played:
+            return
+        parts = batch.parts(row)
+        if parts and parts[-1].is_turn and (not bool(batch.complete[row]) or _is_cut(batch, row)):
+            parts = parts[:-1]
+        for part in parts:
+            if part.is_turn:
+                episode.played.append(_Played(self._read(episode, part)))
+                episode.is_resumed = True
+            else:
+                episode.played[-1].ids = part.ids
 
     def _seed(self, batch: InFlight, prompt: int, number: int) -> int:
         """Return the seed of an environment: of its prompt's first sample, or of its own."""
@@ -278,6 +312,7 @@ class Episodes:
     def _ask(self, batch: InFlight, row: int) -> Any:
         """Send a turn to its environment; return None if it is malformed."""
         episode = self._episode(batch, row)
+        self._recover(batch, row, episode)
         played = _Played(self._read(episode, batch.parts(row)[-1]))
         past = self._past(episode)
         episode.played.append(played)
@@ -358,7 +393,8 @@ class Episodes:
     def _check_replay(self, batch: InFlight, row: int, episode: _Episode, answer: Mapping[str, Any]) -> None:
         """Compare the answers of turns that were played again with those that were inserted."""
         asked = [played for played in episode.played if not played.turn.malformed]
-        for played, again in zip(asked, answer["past"], strict=False):
+        first = answer.get("first", 0)
+        for played, again in zip(asked[first:], answer["past"], strict=False):
             if not again:  # its process had been lost
                 continue
             bridge, calls = self._bridge(episode), played.turn.calls
@@ -392,6 +428,9 @@ class Episodes:
         if episode.is_closed:
             return None
         episode.is_closed = True
+        self._recover(batch, row, episode)
+        if bool(batch.ended[row] == ENDED_BY.index("error")) and not episode.error:
+            episode.error = "it was lost before the run was resumed"
         if episode.error:
             return None
         past = self._past(episode)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from strop.columns import ENDED_BY
-from strop.errors import CheckpointError, TrainingError
+from strop.errors import CheckpointError, DataError, TrainingError
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
 
@@ -81,6 +81,34 @@ class InFlight:
         self.ended = torch.zeros(rows, dtype=torch.int8)
         self.turn_seeds = list(self.seeds)
         """Of the last turn of each sample; empty if greedy."""
+
+    def replace_prompts(self, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """Set the token ids of this rank's prompts, before anything is generated.
+
+        Raises ``DataError`` for one that is longer than the column.
+        """
+        width = self.prompts.batch["input_ids"].shape[1]
+        if (longest := max(map(len, prompts))) > width:
+            raise DataError(
+                f"a prompt with the text that its environment's reset returned has {longest} tokens, "
+                f"data.max_prompt_length is {width}"
+            )
+        lengths_B1 = torch.tensor([[len(ids)] for ids in prompts])
+        mask_BP = (torch.arange(width) >= width - lengths_B1).long()
+        ids_BP = torch.full((len(prompts), width), pad_token_id)
+        ids_BP[mask_BP.bool()] = torch.tensor([token for ids in prompts for token in ids])
+        columns = {
+            "input_ids": ids_BP,
+            "attention_mask": mask_BP,
+            "position_ids": (mask_BP.cumsum(1) - 1).clamp(min=0),
+        }
+        device = self.prompts.batch["input_ids"].device
+        new = {name: column.to(device) for name, column in columns.items()}
+        self.prompts = DataProto(
+            {**self.prompts.batch, **new}, self.prompts.non_tensor_batch, self.prompts.meta_info
+        )
+        first = self.own.start // self.params.n
+        self.prompt_ids[first : first + len(prompts)] = [torch.tensor(ids) for ids in prompts]
 
     @property
     def complete(self) -> Tensor:

@@ -129,8 +129,9 @@ class HFRollout:
         return batch.result(**self._special_ids).union(turns)
 
     def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
-        length = None if self._episodes is None else self._episodes.turn_length
-        return InFlight(prompts, params, turn_length=length)
+        if self._episodes is None:
+            return InFlight(prompts, params)
+        return self._episodes.begin(InFlight(prompts, params, turn_length=self._episodes.turn_length))
 
     def _turns_of(self, batch: InFlight) -> DataProto:
         return DataProto() if self._episodes is None else self._episodes.columns(batch)

@@ -209,8 +209,9 @@ class VLLMRollout:
         columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
         of_ranks: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(of_ranks, columns.to("cpu"), group=group.cpu_group)
-        length = None if self._episodes is None else self._episodes.turn_length
-        return InFlight(prompts, params, of_ranks, group.rank_in_group, turn_length=length)
+        if self._episodes is None:
+            return InFlight(prompts, params, of_ranks, group.rank_in_group)
+        return self._episodes.begin(InFlight(prompts, params, turn_length=self._episodes.turn_length))
 
     @property
     def _special_ids(self) -> dict[str, Any]:
