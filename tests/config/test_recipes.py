@@ -69,11 +69,12 @@ def test_the_rate_of_a_recipe_is_by_the_size_of_the_policy_unless_it_is_set(tmp_
     # 1e-5 x (1e8 / 133,000)^0.6 = 5.32e-4
     model, lora = _model(tmp_path / "model", 133_000), "actor_rollout_ref.model.lora_rank=8"
     assert rates(model) == (5e-4, 5e-4)
-    assert rates(model, lora) == (2e-3, 2e-3)
+    assert rates(model, lora) == (2e-3, 5e-4)  # the critic has no adapters
+    assert rates(model, lora, "critic.model.lora_rank=8") == (2e-3, 2e-3)
     assert rates(model, f"{OPTIM}.lr=1e-4") == (1e-4, 1e-4)
     assert rates(model, "critic.optim.lr=1e-4") == (5e-4, 1e-4)
-    assert rates("actor_rollout_ref.model.path=owner/name") == (1e-6, 1e-6)
-    assert rates("actor_rollout_ref.model.path=owner/name", lora) == (1e-4, 1e-4)
+    assert rates("actor_rollout_ref.model.path=owner/name") == (1e-6, 1e-5)
+    assert rates("actor_rollout_ref.model.path=owner/name", lora) == (1e-4, 1e-5)
     assert rates(model, recipe=None) == (1e-6, 1e-5)
     with pytest.raises(ConfigError, match="lora_rank") as wrong:
         rates(model, "actor_rollout_ref.model.lora_rank=no")
@@ -89,7 +90,12 @@ def test_the_rate_of_a_recipe_is_by_the_size_of_the_policy_unless_it_is_set(tmp_
         (["trainer.total_epochs=4"], 8, 8, 8),  # of 256 rows: 32 iterations
         (["trainer.total_epochs=4", f"{OPTIM}.lr_warmup_steps=15"], 15, 15, 8),
         (["trainer.total_epochs=4", "critic.optim.lr_warmup_steps=15"], 8, 15, 8),
-        (["trainer.total_epochs=4", "trainer.critic_warmup=11"], 8, 8, 11),
+        (
+            ["trainer.total_epochs=4", f"{OPTIM}.lr_warmup_steps_ratio=0.1", "trainer.critic_warmup=11"],
+            -1,
+            -1,
+            11,
+        ),
     ],
 )
 def test_warm_ups_of_a_recipe_are_at_most_a_quarter_of_the_run(
@@ -102,6 +108,15 @@ def test_warm_ups_of_a_recipe_are_at_most_a_quarter_of_the_run(
     assert (*found, config.trainer.critic_warmup) == (actor, critic, critic_alone)
     author = PPO.author(config, "trainer.critic_warmup")
     assert author.startswith("override" if "critic_warmup" in options[-1] else "derived")
+
+
+def test_warm_ups_of_a_recipe_of_the_user_stay(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer: {total_training_steps: 40, critic_warmup: 30}\n")
+    values = [f"data.train_files={write_prompts(tmp_path / 'train.parquet', 64)}"]
+    config = fitted(
+        lambda defaults: load_tree(PPO, values, recipe=tmp_path / "mine.yaml", defaults=defaults)
+    ).config
+    assert config.trainer.critic_warmup == 30
 
 
 def test_a_file_of_the_user_is_a_recipe_below_another_file_and_overrides(tmp_path, monkeypatch):

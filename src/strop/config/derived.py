@@ -23,6 +23,8 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.paths import expand
 from strop.config.placement import automatic_rollout
 from strop.config.schema import Config
+from strop.config.schema.critic import CriticModelConfig
+from strop.config.schema.model import ModelConfig
 from strop.config.schema.policy import ActorModelConfig
 from strop.config.trees import Tree
 
@@ -30,7 +32,12 @@ OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"
 _ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-_MODEL, RATE = "actor_rollout_ref.model", "actor_rollout_ref.actor.optim.lr"
+_POLICY_RATE = "actor_rollout_ref.actor.optim.lr"
+RATES: dict[str, tuple[str, type[ModelConfig]]] = {
+    _POLICY_RATE: ("actor_rollout_ref.model", ActorModelConfig),
+    "critic.optim.lr": ("critic.model", CriticModelConfig),
+}
+"""Learning rates, null in recipes -> the model whose size decides, and its schema."""
 _USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
 """Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
 UNKNOWN_SIZE = "size of the model unknown"
@@ -177,8 +184,8 @@ def fit_mini_batch(values: Values, tree: Tree) -> Values:
     return values.derived({_MINI_BATCH: prompts}, "at most data.train_batch_size")
 
 
-def usual_rate(parameters: int | None, model: ActorModelConfig) -> float:
-    """Return a learning rate that suits a policy, or its adapters; 0 for an unknown size."""
+def usual_rate(parameters: int | None, model: ModelConfig) -> float:
+    """Return a learning rate that suits a model, or its adapters; 0 for an unknown size."""
     usual = 0.0 if parameters is None else _USUAL_RATE * (_USUAL_SIZE / parameters) ** 0.6
     if model.has_adapters:  # one moves by rate x alpha; that of a folder has its own alpha
         alpha = USUAL_ALPHA if model.lora_adapter_path is not None else model.lora_alpha
@@ -187,16 +194,23 @@ def usual_rate(parameters: int | None, model: ActorModelConfig) -> float:
 
 
 def choose_rate(values: Values, tree: Tree) -> Values:
-    """Replace a policy's rate of null, as recipes have it, by the usual one; by the default if that is 0."""
-    if tree.schema is not Config or values.select(RATE) is not None or not values.has_section(_MODEL):
-        return values
-    rate, why = tree.raw_default(RATE), UNKNOWN_SIZE
-    with suppress(ValidationError):  # of another key, which is reported as such
-        model = ActorModelConfig.model_validate(values.select(_MODEL))
-        facts = read_model_facts(model.path)
-        if usual := usual_rate(None if facts is None else facts.parameters, model):
-            rate, why = float(f"{usual:.0e}"), "from the model's size"
-    return values.derived({RATE: rate}, why)
+    """Replace rates of null, as recipes have them: the critic's by the policy's if the user sets that.
+
+    Others become the usual ones, of adapters or of all weights; the defaults if these are 0.
+    """
+    for key, (section, kind) in RATES.items() if tree.schema is Config else ():
+        if values.select(key) is not None or not values.has_section(section):
+            continue
+        rate, why, of_policy = tree.raw_default(key), UNKNOWN_SIZE, values.select(_POLICY_RATE)
+        with suppress(ValidationError):  # of another key, which is reported as such
+            model = kind.model_validate(values.select(section))
+            facts = read_model_facts(model.path)
+            if usual := usual_rate(None if facts is None else facts.parameters, model):
+                rate, why = float(f"{usual:.0e}"), "from the model's size"
+        if of_policy is not None and not values.authors.get(_POLICY_RATE, "").startswith("derived"):
+            rate, why = of_policy, f"as {_POLICY_RATE}"
+        values = values.derived({key: rate}, why)
+    return values
 
 
 def choose_rollout(values: Values, tree: Tree) -> Values:

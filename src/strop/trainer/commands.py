@@ -13,9 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from strop.config.checks.check import check
-from strop.config.derived import RATE, UNKNOWN_SIZE, usual_rate
+from strop.config.derived import RATES, UNKNOWN_SIZE, usual_rate
 from strop.config.keys import value_at
 from strop.config.placement import rollout_in_words
+from strop.config.recipes import RECIPES
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import Root
@@ -48,7 +49,7 @@ class Loaded(NamedTuple, Generic[Root]):
 def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ()) -> Loaded[Root]:
     """Load a configuration; a default batch size above the number of training rows becomes one they fill.
 
-    Warm-ups of a recipe are at most a quarter of the run; its rate is also by the size of a model on the hub.
+    Warm-ups of a shipped recipe are at most a quarter of the run; rates know sizes of models on the hub, too.
     ``load`` takes values of keys that the user does not set. ``rows``: data in memory.
     """
     from strop.data.outline import outline  # pyarrow
@@ -64,15 +65,17 @@ def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ())
         if (now := config.data.train_batch_size) != size:  # else the user's own
             words = f"{_BATCH}={now}: the default of {size} is more than the {data.train_rows} training rows"
     epochs = (data.train_rows or 0) // config.data.train_batch_size * config.trainer.total_epochs
+    of_recipe = [key for key in _WARM_UPS if config.author(key).removeprefix("recipe ") in RECIPES]
     if iterations := config.trainer.total_training_steps or epochs:
-        of_recipe = [key for key in _WARM_UPS if config.author(key).startswith("recipe ")]
         found |= {key: min(value_at(config, key), iterations // 4) for key in of_recipe}
-    if isinstance(config, Config) and config.author(RATE).endswith(UNKNOWN_SIZE):
+    found |= {key: -1 for key in of_recipe if f"{key}_ratio" in (config.written or ())}  # the user's
+    unknown = [key for key in RATES if config.author(key).endswith(UNKNOWN_SIZE)]
+    if models := {key: value_at(config, RATES[key][0]) for key in unknown}:
         from strop.data.hub import parameters_of
 
-        model = config.actor_rollout_ref.model
-        usual = usual_rate(parameters_of(model.path), model)
-        found[RATE] = float(f"{usual:.0e}") if usual else value_at(config, RATE)
+        sizes = {path: parameters_of(path) for path in {model.path for model in models.values()}}
+        rates = {key: usual_rate(sizes[model.path], model) for key, model in models.items()}
+        found |= {key: float(f"{rate:.0e}") if rate else value_at(config, key) for key, rate in rates.items()}
     return Loaded(load(found) if found else config, data, words)
 
 
