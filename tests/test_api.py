@@ -198,17 +198,21 @@ def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "estimator", "n"),
+    ("more", "estimator", "n", "critic_warmup"),
     [
-        ({}, "grpo", 8),
-        ({"algorithm": "ppo"}, "gae", 1),
-        ({"algorithm": {"gamma": 0.9}}, "grpo", 8),
-        ({"algorithm": {"gamma": 0.9}, "config": "own.yaml"}, "rloo", 8),
-        ({"algorithm": "ppo", "config": "own.yaml"}, "gae", 1),
-        ({"algorithm.adv_estimator": "gae"}, "gae", 1),
+        ({}, "grpo", 8, 0),
+        ({"algorithm": "ppo", "steps": 100}, "gae", 1, 10),
+        ({"algorithm": "ppo", "steps": 100, "recipe": "grpo"}, "gae", 1, 0),
+        ({"algorithm": "ppo", "steps": 100, "recipe": None}, "gae", 1, 0),
+        ({"algorithm": {"gamma": 0.9}}, "grpo", 8, 0),
+        ({"algorithm": {"gamma": 0.9}, "config": "own.yaml"}, "rloo", 8, 0),
+        ({"algorithm": "ppo", "config": "own.yaml", "steps": 8}, "gae", 1, 2),
+        ({"algorithm.adv_estimator": "gae"}, "gae", 1, 0),
     ],
 )
-def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_path, more, estimator, n):
+def test_the_recipe_is_that_of_the_algorithm_or_grpo(
+    monkeypatch, tmp_path, more, estimator, n, critic_warmup
+):
     found = []
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("algorithm: {adv_estimator: rloo}\n")
@@ -216,6 +220,7 @@ def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_pa
     strop.train("m", ROWS, len, **more)
     (config,) = found
     assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n) == (estimator, n)
+    assert config.trainer.critic_warmup == critic_warmup
     assert not config.data.val_files  # so there is no validation
     assert config.algorithm.gamma == (0.9 if isinstance(more.get("algorithm"), dict) else 1.0)
 
@@ -266,6 +271,7 @@ def test_metrics_are_columns_and_rows_with_and_without_pandas(tmp_path, monkeypa
     metrics = strop.Run(tmp_path).metrics
     assert metrics["lr"] == [0.5, 0.25]
     assert metrics["val/score"] == [None, 1.0]
+    assert metrics[1:]["lr"] == [0.25]
     assert (metrics[-1], metrics[:1], len(metrics), list(metrics)) == (rows[1], rows[:1], 2, rows)
     assert metrics.to_pandas()["lr"].tolist() == [0.5, 0.25]
     assert "<table" in metrics._repr_html_()

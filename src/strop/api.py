@@ -37,7 +37,7 @@ def train(
     *,
     environment: Environment = None,
     tools: Sequence[str | Callable[..., Any]] = (),
-    recipe: str | Path | None = "grpo",
+    recipe: str | Path | None = "auto",
     config: str | Path | Mapping[str, Any] | None = None,
     tokenizer: keys.PretrainedModel | None = None,
     on_step: OnStep | None = None,
@@ -64,8 +64,8 @@ def train(
             ``file.py:Class``, a dict of these by the column ``environment`` of a row, or a dict of keys below
             ``environment``.
         tools: functions, and classes, which the policy may call.
-        recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
-            defaults of ``strop train``.
+        recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file
+            (``strop docs recipes``). ``auto``: that of ``algorithm``, or ``grpo``. None: the defaults.
         config: a YAML file laid over the defaults, or a dict of keys.
         on_step: called in this process after each iteration as ``on_step(step, metrics)``, with the metrics
             that ``run.metrics`` has. If it returns ``False``, the run is saved and returned as one that has
@@ -74,11 +74,6 @@ def train(
             to each prompt) and ``out`` (the run folder); a section as a dict, ``trainer=dict(save_freq=10)``;
             or a whole name, ``**{"trainer.save_freq": 10}``. Keys that take an import path, as
             ``policy_loss`` does, take the function itself.
-
-    The recipe ``grpo`` sets the estimator, ``data.train_batch_size`` (32, or all rows if there are fewer),
-    ``ppo_mini_batch_size`` (the same: one update for each batch), ``actor_rollout_ref.rollout.n`` (8 for
-    algorithms that compare the answers to a prompt), and ``algorithm.kl_ctrl.kl_coef`` (0 for grpo: no
-    penalty and no reference model).
 
     Raises:
         StropError: wrong keys, data or rewards, before a model is loaded.
@@ -258,10 +253,9 @@ class _Given:
 
     def _source(self, value: Any, key: str) -> Any:
         """Return the name of a file, or one that stands for rows in memory."""
-        if isinstance(value, str | Path):
+        several = value if isinstance(value, list | tuple) else [value]
+        if all(isinstance(item, str | Path) for item in several):
             return value
-        if isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):
-            return list(value)
         from strop.data.sources import Rows, fingerprint
 
         split = key.rpartition(".")[2].removesuffix("_files")
@@ -273,10 +267,13 @@ class _Given:
     def algorithm(self, algorithm: Any) -> None:
         from strop.config.recipes import by_algorithm
 
-        if isinstance(algorithm, Mapping):
+        is_section = isinstance(algorithm, Mapping)
+        recipe, estimator = by_algorithm(None if is_section else algorithm)
+        self.recipe = recipe if self.recipe == "auto" else self.recipe
+        if is_section:
             self.set("algorithm", algorithm)
-        elif algorithm is not None:
-            self.set("algorithm.adv_estimator", by_algorithm(algorithm)[1])
+        elif estimator is not None:
+            self.set("algorithm.adv_estimator", estimator)
 
     def reward(self, reward: Reward) -> None:
         from strop.errors import ConfigError

@@ -16,7 +16,8 @@ class Table(list[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         """Return a row by its number, a slice of rows, or a column by its name (``KeyError``)."""
         if not isinstance(index, str):
-            return super().__getitem__(index)
+            found = super().__getitem__(index)
+            return Table(found) if isinstance(index, slice) else found
         if not any(index in row for row in self):
             raise KeyError(f"{index}{did_you_mean(index, {name for row in self for name in row})}")
         return [row.get(index) for row in self]
