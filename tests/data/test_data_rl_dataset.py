@@ -91,6 +91,7 @@ def test_the_only_column_that_is_needed_is_the_prompt(build):
     [
         ("data/sums.csv", "sums"),
         ("rows:train-0a1b", "rows"),
+        ("data/train-00001-of-00008.parquet", "train"),
         ("owner/sums:train", "sums"),
         ("hdfs://host/a/sums.parquet", "sums"),
     ],
