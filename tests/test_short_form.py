@@ -116,6 +116,7 @@ def test_a_file_lies_below_the_options(tmp_path):
         ("train m d --batch-size 8", [Message("--batch_size", "data.train_batch_size")]),
         ("train m d --num-generations=8", [Message("--num_generations", "did you mean --n?")]),
         ("train m d --trainer.save-freq 8", [Message("write trainer.save_freq=")]),
+        ("check m d update.loss=simpo", [Message("update", "unknown key"), Message("--command dpo")]),
         ("check --command sft m d --n 3", [Message("--n", "strop sft")]),
         ("train m d --n 0 trainer.lr=3", [Message("trainer.lr", "--lr"), Message("--n: found 0")]),
         ("train --config no.yaml", [Message("no.yaml", "no such file")]),

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.cli.options import in_options
-from strop.cli.train import add_train_arguments, load_arguments
+from strop.cli.train import add_train_arguments, is_word, load_arguments
 from strop.config.batch_plan import (
     MICRO_BATCHES,
     SUPERVISED_MICRO_BATCH,
@@ -156,7 +156,7 @@ def _verdict(warnings: list[str], errors: list[str]) -> str:
 
 def _of_another_command(arguments: argparse.Namespace) -> str:
     """Return which ``--command`` has all keys of the overrides, if the one that is checked has not."""
-    given = {override.partition("=")[0].lstrip("+~") for override in arguments.overrides}
+    given = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides if not is_word(text)}
     fitting = [name for name, tree in TREES.items() if given <= all_keys(tree.schema).keys()]
     if not given or not fitting or arguments.command in fitting:
         return ""

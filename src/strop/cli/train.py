@@ -64,7 +64,7 @@ def short_form(
     from strop.config.trees import PPO
     from strop.trainer.evaluation import reward_keys
 
-    words = [text for text in arguments.overrides if _is_word(text)]
+    words = [text for text in arguments.overrides if is_word(text)]
     given = {name: value for name in PPO.short if (value := getattr(arguments, name, None)) is not None}
     given |= dict(zip(("model", "data"), words, strict=False))
     labels = {name: f"--{name}" for name in tree.short} | {"model": "MODEL", "data": "DATA"}
@@ -96,7 +96,7 @@ def short_form(
     return keys, recipe, names if given else {}
 
 
-def _is_word(text: str) -> bool:
+def is_word(text: str) -> bool:
     """Return True for MODEL and DATA; ``~key`` removes a key, and the name of a folder may have a "="."""
     return ("=" not in text and not re.fullmatch(r"~[^/]+", text)) or os.path.exists(text)
 
@@ -125,7 +125,7 @@ def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> tuple[Loa
     from strop.trainer.commands import fitted
 
     keys, recipe, names = short_form(tree, arguments)
-    given = [text for text in arguments.overrides if not _is_word(text)]
+    given = [text for text in arguments.overrides if not is_word(text)]
 
     options = {"config_name": arguments.config_name, "config_path": arguments.config_path, "recipe": recipe}
     with naming_options(names):

@@ -173,11 +173,6 @@ class Router:
         function = self._functions.get(data_source) or _for_one_sample(scorer, data_source)
         return function.function(**function.arguments({"data_source": data_source, **values}))
 
-    @property
-    def has_own(self) -> bool:
-        """True if scorers were registered."""
-        return bool(self._registered)
-
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a registered scorer needs an argument that is not there."""
         for function in self._functions.values():
