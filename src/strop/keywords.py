@@ -216,8 +216,7 @@ class TrainActorRolloutRefActorOptim(TypedDict, total=False):
     lr: float
     """Learning rate after the warm-up."""
     lr_warmup_steps: int
-    """Iterations over which the learning rate rises linearly to lr, from the model's first update on (of the
-actor: after trainer.critic_warmup); -1: by lr_warmup_steps_ratio."""
+    """Iterations of warm-up, from the model's first update on; -1: by lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float
     """Share of all iterations over which the learning rate rises linearly to lr, from the first one on."""
     min_lr_ratio: float | None

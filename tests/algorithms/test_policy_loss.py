@@ -134,8 +134,10 @@ def test_poisoned_padding_reaches_neither_values_nor_gradients(name, poison):
         log_prob, old, advantages = (column.masked_fill(mask == 0, fill) for column in clean)
         log_prob.requires_grad_()
         result = POLICY_LOSSES[name](log_prob, old, advantages, mask, **CLIP)
-        assert [part.requires_grad for part in result] == [True, False, False, False]
-        results.append([*result, *torch.autograd.grad(result.loss_BT.sum(), log_prob)])
+        *parts, metrics = result
+        assert [part.requires_grad for part in parts] == [True, False, False, False]
+        assert not metrics
+        results.append([*parts, *torch.autograd.grad(result.loss_BT.sum(), log_prob)])
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
         assert found[mask == 0].abs().sum() == 0

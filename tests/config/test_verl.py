@@ -237,7 +237,7 @@ def test_the_folder_that_verls_scripts_name_is_not_needed(tmp_path: Path, monkey
     config = load_config(config_path="config", config_name="ppo_megatron_trainer.yaml")
     assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
     [problem] = problems_of(config_path="config", config_name="mine")
-    assert mentions(problem, "--config-path config", "no such folder")
+    assert mentions(problem, "--config-path config", "no such file or folder")
 
 
 def test_every_key_that_the_table_points_to_exists():

@@ -51,9 +51,10 @@ def _folder(key: str, path: str | None) -> Iterator[Finding]:
         return
     folder = Path(expand(path))
     if not (folder / ADAPTER_CONFIG).is_file():
+        found = f"no {ADAPTER_CONFIG} there" if folder.is_dir() else f"no such folder{similar_path(path)}"
         yield error(
-            f"{key}.lora_adapter_path={path}: expected a folder of peft's, with {ADAPTER_CONFIG} and "
-            f"{ADAPTER_WEIGHTS}{similar_path(path)}"
+            f"{key}.lora_adapter_path={path}: {found}; expected a folder of peft's, with {ADAPTER_CONFIG} "
+            f"and {ADAPTER_WEIGHTS}"
         )
 
 

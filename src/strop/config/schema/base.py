@@ -390,8 +390,7 @@ class OptimConfig(Section, resumes=MAY_CHANGE):
     lr: Annotated[NonNegativeFloat, Field(le=10)]
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[Integer, Field(ge=-1, le=LARGEST_INT), Expected("int >= -1")]
-    """Iterations over which the learning rate rises linearly to lr, from the model's first update on (of the
-    actor: after trainer.critic_warmup); -1: by lr_warmup_steps_ratio."""
+    """Iterations of warm-up, from the model's first update on; -1: by lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Annotated[
         Fraction, no_effect("with lr_warmup_steps >= 0", lambda at: at.section.lr_warmup_steps >= 0)
     ]

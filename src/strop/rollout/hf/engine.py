@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,14 @@ from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams
-from strop.rollout.episodes import Episodes
 from strop.rollout.hf.decoding import Contexts, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.sampling import draw_uniforms
+
+if TYPE_CHECKING:
+    from strop.rollout.episodes import Episodes
 
 _PACK_FROM = 8
 """Decoding steps from which packing the weights of linear layers pays off."""
@@ -232,7 +234,8 @@ def _parts(rows: Sequence[_Row], awaited: int, size: int) -> Iterator[tuple[Sequ
 
 def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
     """Return the options of ``HFRollout`` that a worker's description of it decides."""
-    from strop.rollout.hf.kind import samples_at_once  # needs pydantic, which the engine does not
+    from strop.rollout.episodes import Episodes  # need pydantic, which the engine does not
+    from strop.rollout.hf.kind import samples_at_once
 
     end_ids = end_token_ids(model, spec.tokenizer)
     return {
