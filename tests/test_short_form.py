@@ -114,6 +114,7 @@ def test_a_file_lies_below_the_options(tmp_path):
         (f"train m d {MODEL}=n", [Message("MODEL", f"{MODEL}=...", "twice")]),
         (f"train m d --lr 1 +{PPO.short['lr']}=2", [Message("--lr", PPO.short["lr"], "twice")]),
         ("train m d --batch-size 8", [Message("--batch_size", "data.train_batch_size")]),
+        ("train m d --stesp 8", [Message("--stesp", "did you mean --steps?")]),
         ("train m d --num-generations=8", [Message("--num_generations", "did you mean --n?")]),
         ("train m d --trainer.save-freq 8", [Message("write trainer.save_freq=")]),
         ("check m d update.loss=simpo", [Message("update", "unknown key"), Message("--command dpo")]),

@@ -116,10 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     alone = " in the configuration alone: data and rewards are not read" if arguments.config_only else ""
     console.print(Text(f"{_verdict(warnings, errors)}{alone}", style="bold red" if errors else "bold green"))
-    console.print(Group(*(literal(in_options(f"error: {line}", names), "red") for line in errors)), end="")
-    console.print(
-        Group(*(literal(in_options(f"warning: {line}", names), "yellow") for line in warnings)), end=""
-    )
+    for kind, lines, style in (("error", errors, "red"), ("warning", warnings, "yellow")):
+        console.print(
+            Group(*(literal(in_options(f"{kind}: {line}", names), style) for line in lines)), end=""
+        )
     if batch_in_words:
         console.print(literal(batch_in_words))
     if arguments.verl:

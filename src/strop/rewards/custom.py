@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 import site
 import sys
 import sysconfig
@@ -25,8 +24,6 @@ from strop.config.paths import expand, similar_path
 from strop.errors import ConfigError, nearest
 from strop.passed import is_function
 from strop.rewards.arguments import Function
-
-logger = logging.getLogger(__name__)
 
 KEY = "custom_reward_function"
 _DEFAULT = "compute_score"
@@ -154,7 +151,6 @@ def _find_function(module: ModuleType, path: str, name: str) -> tuple[str, Any]:
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not known.startswith("_")
     ]
     if name == _DEFAULT and len(own) == 1:
-        logger.info("reward: %s, the only function of %s", own[0], path)
         return own[0], vars(module)[own[0]]
     write = f"; write {KEY}.name={nearest(name, own) or own[0]}" if own else ""
     raise ConfigError(
