@@ -9,6 +9,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +81,9 @@ class Tracking:
 
     def log_progress(self, line: str) -> None:
         """Pass what the run is doing to trackers with this method; called in a thread, twice a second."""
-        self._each(0, "log_progress", line)
+        for tracker in list(self._others.values()):
+            with suppress(Exception):  # without the method; failures are counted by the steps
+                operator.methodcaller("log_progress", line)(tracker)
 
     def log_lengths(self, step: int, columns: Sequence[ColumnLengths]) -> None:
         """Pass the token lengths of the data sets to the trackers that show them."""
