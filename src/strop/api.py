@@ -267,10 +267,9 @@ class _Given:
     def algorithm(self, algorithm: Any) -> None:
         from strop.config.recipes import by_algorithm
 
-        is_section = isinstance(algorithm, Mapping)
-        recipe, estimator = by_algorithm(None if is_section else algorithm)
+        recipe, estimator = by_algorithm(None if isinstance(algorithm, Mapping) else algorithm)
         self.recipe = recipe if self.recipe == "auto" else self.recipe
-        if is_section:
+        if isinstance(algorithm, Mapping):
             self.set("algorithm", algorithm)
         elif estimator is not None:
             self.set("algorithm.adv_estimator", estimator)

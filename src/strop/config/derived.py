@@ -194,10 +194,7 @@ def usual_rate(parameters: int | None, model: ModelConfig) -> float:
 
 
 def choose_rate(values: Values, tree: Tree) -> Values:
-    """Replace rates of null, as recipes have them: the critic's by the policy's if the user sets that.
-
-    Others become the usual ones, of adapters or of all weights; the defaults if these are 0.
-    """
+    """Replace rates of null, as in recipes: the critic's by the user's of the policy, others by the usual."""
     for key, (section, kind) in RATES.items() if tree.schema is Config else ():
         if values.select(key) is not None or not values.has_section(section):
             continue

@@ -399,10 +399,7 @@ def _require_names(name: str, column: str, fields: Iterable[pa.Field], depth: in
 
 def source_of(file: str) -> str:
     """Return the data source of rows without a column for it: their files' name; ``rows`` in memory."""
-    return _PART.sub("", Path(file).stem.partition(":")[0])
-
-
-_PART = re.compile(r"[-_]\d+-of-\d+$")
+    return re.sub(r"[-_]\d+-of-\d+$", "", Path(file).stem.partition(":")[0])
 
 
 # Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
