@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -175,12 +176,9 @@ def default_folder(model: str) -> Path:
 
 def free_folder(model: str) -> Path:
     """Return ``default_folder``, or the first of it with ``-2``, ``-3``, ... that does not exist."""
-    number, folder = 1, default_folder(model)
-    free = folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+    folder = default_folder(model)
+    names = itertools.chain([folder.name], (f"{folder.name}-{number}" for number in itertools.count(2)))
+    return next(free for name in names if not (free := folder.with_name(name)).exists())
 
 
 def reward_keys(reward: str) -> dict[str, Any]:
