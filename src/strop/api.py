@@ -179,6 +179,7 @@ def evaluate(
     given = _Given("train", config, overrides)
     given.data(data, "val_files")
     given.reward(reward)
+    given.environment(environment, tools)
     own = evaluation.settings(
         str(model),
         (),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rewards_support import none_within
 
+from strop.columns import ENDED_BY
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
@@ -108,3 +111,19 @@ def test_closing_gives_up_what_was_never_completed(manager: RewardManager, batch
     pendings = [manager.expect(prompts(), n=2) for _ in range(3)]
     pendings[0].add(0, tokens(batch, 0))
     manager.close()
+
+
+def test_a_sample_that_its_environment_lost_is_not_scored(
+    manager: RewardManager, batch: DataProto, tmp_path: Path
+):
+    batch.batch["ended_by"] = torch.tensor([ENDED_BY.index("stop")] * 3 + [ENDED_BY.index("error")])
+    batch.batch["response_mask"][3] = 0
+    turns = [{"text": "t"}]
+    columns = {"conversation": np.array([json.dumps({"turns": turns, "error": "away"})] * 4, object)}
+    batch = batch.union(DataProto({}, columns))
+    pending = manager.expect(prompts(), n=2)
+    pending.complete(batch)
+    output = pending.get()
+    assert [bool(error) for error in output.errors] == [False, False, False, True]
+    assert "away" in output.errors[3]
+    assert len((tmp_path / "log").read_text().split()) == 3

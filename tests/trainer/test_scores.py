@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from strop.algorithms.advantages import remax
 from strop.config.load import load_config
 from strop.controller.group import GroupMethod, LocalWorkerGroup
 from strop.errors import ModelError, RewardError
@@ -395,3 +396,15 @@ def test_verls_dict_of_rewards_becomes_scores_and_parts(caplog):
 def test_another_result_of_a_batch_function_is_named(result, found):
     with pytest.raises(RewardError, match=naming(found, "expected")):
         score_batch(lambda batch: result)
+
+
+def test_a_greedy_response_that_its_environment_lost_is_no_baseline():
+    columns = {"token_level_scores": torch.tensor([[1.0, 0.0], [0.5, 0.0]])}
+    columns["response_mask"] = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    greedy, batch = DataProto(columns, {}, {"reward_metrics": {}}), DataProto({"row": torch.arange(4)})
+    scores, greedy_scores = (SimpleNamespace(get=lambda found=found: found) for found in (batch, greedy))
+    baseline = Samples(batch, scores, PhaseTimer(), greedy_scores).scored().batch["baseline_scores"]
+    assert baseline[:2].tolist() == [1, 1]
+    assert baseline[2:].isnan().all()
+    advantages, _ = remax(torch.ones(4, 1), torch.ones(4, 1), baseline)
+    assert advantages.tolist() == [[0], [0], [0], [0]]

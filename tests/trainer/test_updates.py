@@ -25,3 +25,12 @@ def test_every_row_is_in_one_mini_batch_of_a_shuffled_epoch():
     cut = mini_batches(batch, size=8, epochs=1, shuffle_seed=(1, "actor"), iteration=2, total_iterations=5)
     rows = torch.cat([part.batch["row"] for part in cut]).tolist()
     assert sorted(rows) == list(range(20)) != rows
+
+
+def test_a_mini_batch_whose_samples_are_all_lost_has_denominators():
+    mask = torch.ones(4, 3)
+    mask[:2] = 0
+    batch = DataProto({"response_mask": mask})
+    cut = mini_batches(batch, size=2, epochs=1, shuffle_seed=None, iteration=1, total_iterations=1)
+    denominators = [(part.meta_info["n_tokens"], part.meta_info["n_seqs"]) for part in cut]
+    assert denominators == [(1.0, 1.0), (6.0, 2.0)]

@@ -293,10 +293,11 @@ def remax(rewards: Tensor, response_mask: Tensor, baseline_scores: Tensor) -> tu
     """Compute ReMax advantages: Li et al., arXiv:2310.10505.
 
     returns: the sum of the rewards from each token to the end. advantages: returns minus the score of the
-    greedy response to the same prompt.
+    greedy response to the same prompt, and 0 where that is NaN: no environment could finish it.
     """
     returns_BT = _discounted_returns(rewards, response_mask, gamma=1.0)
-    return zero_masked(returns_BT - baseline_scores.unsqueeze(-1), response_mask), returns_BT
+    baseline_B1 = baseline_scores.unsqueeze(-1)
+    return zero_masked(returns_BT - baseline_B1, response_mask.bool() & ~baseline_B1.isnan()), returns_BT
 
 
 def _discounted_returns(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -277,6 +278,10 @@ def _checked(
         required = schemas[name].get("required", [])
         problems = [f"it has no argument {key!r:.80}" for key in arguments if key not in properties]
         problems += [f"the argument {key!r} is missing" for key in required if key not in arguments]
+        try:  # lone surrogates, sets, and what is nested too deeply reach neither a process nor a file
+            pickle.dumps(json.dumps(arguments, ensure_ascii=False).encode() and arguments)
+        except (TypeError, ValueError, RecursionError) as error:
+            problems.append(f"the arguments are no JSON: {_reason(error)}")
         problems += [
             f"{key}={value!r:.80} is no {_type_in_words(properties[key])}"
             for key, value in arguments.items()

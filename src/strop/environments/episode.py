@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,6 +200,8 @@ class Episode:
         numbers = [float(value) for value in found] if isinstance(found, list | tuple) else [float(found)]
         if len(numbers) not in (1, len(turns)):
             raise ValueError(f"reward returned {len(numbers)} numbers for {len(turns)} turns")
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"reward returned {found!r:.80}: expected finite numbers")
         return numbers
 
 
@@ -228,4 +231,4 @@ def as_messages(value: Any) -> list[dict[str, Any]] | None:
 def in_one_line(error: BaseException) -> str:
     """Return an error as the policy reads it."""
     reason = " ".join(str(error).split())
-    return f"error: {type(error).__name__}: {reason}"[:400] if reason else f"error: {type(error).__name__}"
+    return as_text(f"error: {type(error).__name__}: {reason}"[:400].removesuffix(": "))

@@ -13,6 +13,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from typing import Any
 
 from strop.rewards.worker.process import Child
 
+_LONGEST_LINE = 1 << 26  # bytes of an answer: the texts of all turns that were played again
 _TICK_S = 0.002  # time until a request that comes while others are in flight is sent
 
 
@@ -55,6 +57,9 @@ class EnvironmentPool:
         """``blueprint`` is pickled; ``search_path`` is ``sys.path`` of the processes."""
         setup = pickle.dumps((list(search_path), blueprint))
         self._processes = [_Process(setup, concurrency, timeout_s, memory_limit_mb) for _ in range(processes)]
+        for process in self._processes:
+            # a rollout that is dropped, as at the end of ``strop.train``, leaves no process behind
+            weakref.finalize(self, process.submit, None).atexit = False
         self._place: dict[str, int] = {}
         self._n_begun = 0
 
@@ -93,39 +98,32 @@ class _Process:
         self._thread = threading.Thread(target=self._run, name="strop-environments", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request | None) -> None:
+        """Send a request; None ends the process, and the requests without an answer."""
         self._arrived.put(request)
 
     def close(self) -> None:
-        self._arrived.put(None)
+        self.submit(None)
         self._thread.join(10.0)
 
     def _run(self) -> None:
-        try:
-            while self._open:
+        while self._open:
+            try:
                 self._take(wait=not (self._in_flight or self._waiting or self._suspects))
                 self._send()
                 if self._in_flight:
                     self._receive()
-        # Given to every request that waits, in its caller's thread.
-        except BaseException as error:  # noqa: BLE001
-            self._open = False
-            while (request := self._next_unanswered()) is not None:
-                request.answer.set_exception(error)
-        finally:
-            if self._child is not None:
-                self._child.kill()
+            # Given to every request that waits, in its caller's thread.
+            except BaseException as error:  # noqa: BLE001
+                self._fail(error)
+        self._fail(RuntimeError("the processes of the environment are closed"))
 
-    def _next_unanswered(self) -> Request | None:
-        for found in (self._suspects, self._waiting):
-            if found:
-                return found.popleft()
-        if self._in_flight:
-            return self._in_flight.pop(next(iter(self._in_flight)))
-        try:
-            return self._arrived.get(timeout=0.1)
-        except queue.Empty:
-            return None
+    def _fail(self, error: BaseException) -> None:
+        self._drop()
+        for request in (*self._suspects, *self._waiting, *self._in_flight.values()):
+            request.answer.set_exception(error)
+        for requests in (self._suspects, self._waiting, self._in_flight):
+            requests.clear()
 
     def _take(self, *, wait: bool) -> None:
         while True:
@@ -142,12 +140,13 @@ class _Process:
     def _send(self) -> None:
         if self._suspects:
             if not self._in_flight:
-                self._post(self._suspects.popleft())
+                self._post(self._suspects)
             return
         while self._waiting and len(self._in_flight) < self._concurrency:
-            self._post(self._waiting.popleft())
+            self._post(self._waiting)
 
-    def _post(self, request: Request) -> None:
+    def _post(self, requests: deque[Request]) -> None:
+        """Post the first of ``requests``; it stays there if no process starts."""
         if self._child is None or (not self._in_flight and self._child.is_gone()):
             self._drop()
             self._child = Child(
@@ -158,6 +157,8 @@ class _Process:
                 what="environment",
                 section="environment",
             )
+        self._child.lane.longest_line = _LONGEST_LINE
+        request = requests[0]
         known = self._known.get(request.episode)
         past = [dict(turn) for turn in request.past[known or 0 :]]
         begun = {} if known is not None else {"row": dict(request.row), "seed": request.seed}
@@ -167,8 +168,10 @@ class _Process:
         self._child.output.allow_more()
         self._known[request.episode] = len(request.past) + ("turn" in request.content)
         # a thread of its own answers each, so its time starts now
-        request.deadline = time.monotonic() + self._timeout_s * (1 + len(past))
-        self._in_flight[token] = request
+        turns = [*past, request.content.get("turn", {})]
+        n_methods = sum(max(len(turn.get("calls", ())), 1) for turn in turns) + bool(begun)
+        request.deadline = time.monotonic() + self._timeout_s * n_methods
+        self._in_flight[token] = requests.popleft()
 
     def _receive(self) -> None:
         child = self._child

@@ -21,7 +21,14 @@ from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import Played, Sample
 from strop.rewards.base import PendingReward
-from strop.rewards.reward_output import ErrorBudget, RewardOutput, log_first, name_row, real_tokens
+from strop.rewards.reward_output import (
+    ErrorBudget,
+    RewardOutput,
+    log_first,
+    lost_in,
+    name_row,
+    real_tokens,
+)
 from strop.rewards.scorer import Outcome
 from strop.rewards.worker.pool import Feed, Maker, RewardPool
 
@@ -155,7 +162,7 @@ class PendingSamples(PendingReward):
         complete.
         """
         self.takes_samples = not waits
-        self._job, self._is_scored, self._sample, self._compose = job, is_scored, sample, compose
+        self._job, self._is_scored, self._sample, self._compose = job, list(is_scored), sample, compose
         self._token_ids: list[list[int] | None] = [None] * len(is_scored)
         self._adding = threading.Lock()
         self._batch = DataProto()
@@ -178,6 +185,8 @@ class PendingSamples(PendingReward):
         Raises ``RewardError`` if a sample was added with other tokens than it has here.
         """
         self._batch = batch
+        for row in lost_in(batch).nonzero().flatten().tolist():
+            self._is_scored[row] = False
         for row, token_ids in enumerate(real_tokens(batch.batch["responses"], batch.batch["response_mask"])):
             self.add(row, token_ids)
             if self._token_ids[row] != token_ids:

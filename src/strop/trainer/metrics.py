@@ -127,7 +127,7 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
-    values = values.float()  # lengths are integers, which have no mean
+    values = values.float() if len(values) else values.new_zeros(1)  # lengths have no mean; all may be lost
     found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
     return {f"{name}/{statistic}": value.item() for statistic, value in found.items()}
 
@@ -145,7 +145,7 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
     }
     member_B = batch.batch["response_mask"].bool().any(1)
     group = group_statistics(scores_B, batch.non_tensor_batch["uid"], member_B)
-    if (several_B := group.size_B > 1).any():
+    if (several_B := (group.size_B > 1) & member_B).any():
         # each sample counts 1 / size, so each group counts 1
         equal_B = group.is_equal_B.double() / group.size_B
         metrics["reward/equal_groups"] = (
@@ -297,5 +297,5 @@ def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int
     for name in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
         if (seconds := timing.get(f"timing_s/{name}")) is not None:
             tokens = generated if name == "gen" else total
-            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / max(tokens, 1)
     return metrics

@@ -127,7 +127,9 @@ class Samples(_Cancellable):
         batch = self.scores.get()
         if self.greedy_scores is not None:
             greedy = self.greedy_scores.get()
-            scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
+            mask_BT = greedy.batch["response_mask"]
+            scores_B = masked_sum(greedy.batch["token_level_scores"], mask_BT, dim=1)
+            scores_B = scores_B.masked_fill(~mask_BT.bool().any(1), math.nan)  # lost by its environment
             baseline_B = scores_B.repeat_interleave(len(batch) // len(greedy))
             metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
             meta_info = {"greedy_reward_metrics": metrics}

@@ -41,9 +41,9 @@ def mini_batches(
                 mini_batch.meta_info["rows"] = order[number * size :][:size]
             mini_batch.meta_info |= {
                 # of the whole mini-batch, so that a split over ranks and micro-batches gives one gradient
-                "n_tokens": float(mini_batch.batch["response_mask"].sum()),
-                # a sample that its environment lost has no tokens, and counts nowhere
-                "n_seqs": float(mini_batch.batch["response_mask"].bool().any(1).sum()),
+                # a sample that its environment lost has no tokens, and counts nowhere; all may be lost
+                "n_tokens": max(float(mini_batch.batch["response_mask"].sum()), 1.0),
+                "n_seqs": max(float(mini_batch.batch["response_mask"].bool().any(1).sum()), 1.0),
                 "iteration": iteration - 1,  # schedules count from 0
                 "total_iterations": total_iterations,
                 "first_update": first_update,

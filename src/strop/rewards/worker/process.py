@@ -111,6 +111,7 @@ class Lane:
         self._requests, self._answers = requests, answers
         os.set_blocking(requests, False)
         os.set_blocking(answers, False)
+        self.longest_line = _LONGEST_LINE
         self._unsent = bytearray()
         self._received = bytearray()
         self._poll = select.poll()
@@ -162,8 +163,8 @@ class Lane:
         if not piece:
             raise EOFError("the pipe is closed")
         self._received += piece
-        if len(self._received) > _LONGEST_LINE:
-            raise ValueError(f"a line exceeds {_LONGEST_LINE} bytes")
+        if len(self._received) > self.longest_line:
+            raise ValueError(f"a line exceeds {self.longest_line} bytes")
 
     def _write(self) -> None:
         try:

@@ -1,0 +1,109 @@
+"""The processes of environments: what cannot start, is closed, floods, or is left behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+
+import pytest
+
+from strop.environments.pool import EnvironmentPool, Request
+from strop.errors import RewardError
+
+from scripted import Script, answers, call, ended_by, environments_of
+
+LONGEST_S = 60
+"""Until a test that waits for ever fails."""
+
+
+class Slow:
+    def reset(self, **row):
+        pass
+
+    def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "waited"
+
+
+def _request(number: int = 0, **content) -> Request:
+    return Request(f"e{number}", {}, 0, [], content or {"turn": {"text": "", "calls": []}})
+
+
+def test_requests_are_answered_by_an_error_if_no_process_starts():
+    pool = EnvironmentPool(b"no pickle", sys.path)
+    for number in range(2):  # the first one, too, and one that comes after the error
+        with pytest.raises(RewardError, match="environment cannot be loaded"):
+            pool.submit(_request(number)).result(LONGEST_S)
+    pool.close()
+
+
+def test_requests_without_an_answer_end_with_their_pool():
+    pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
+    calls = [{"name": "wait", "arguments": {"seconds": LONGEST_S}}]
+    answer = pool.submit(_request(turn={"text": "", "calls": calls}))
+    time.sleep(0.1)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        answer.result(LONGEST_S)
+
+
+def test_a_pool_that_is_dropped_ends_its_processes():
+    pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
+    pool.submit(_request()).result(LONGEST_S)
+    (process,) = pool._processes
+    child, thread = process._child, process._thread
+    del pool, process
+    gc.collect()
+    thread.join(LONGEST_S)
+    assert not child.is_alive()
+
+
+def test_each_call_of_a_turn_has_the_time_of_a_method():
+    said = "".join([call("wait", seconds=0.6)] * 3)
+    result = Script(environments_of(own=Slow), [[said, "end"]], timeout=1.0).play()
+    assert answers(result) == ["waited"] * 3
+
+
+class Floods:
+    def reset(self, **row):
+        pass
+
+    def flood(self) -> str:
+        """Flood."""
+        return "\N{GRINNING FACE}" * 200_000
+
+
+def test_long_answers_of_several_calls_do_not_cost_the_process():
+    result = Script(environments_of(own=Floods), [[call("flood") * 3, "end"]], answer_length=60).play()
+    assert result.batch["n_errors"].tolist() == [0]
+    assert len(answers(result)) == 3
+
+
+def repeat(word: str, more: dict) -> str:
+    """Raise an error with a word.
+
+    Args:
+        word: The word.
+        more: Anything.
+    """
+    raise ValueError(word + "\ud800")
+
+
+@pytest.mark.parametrize("depth", [1, 800])
+def test_arguments_and_errors_that_no_process_or_file_takes_are_told(depth):
+    nested = '{"a":' * depth + '"\\ud800"' + "}" * depth
+    said = f'<tool_call>{{"name": "repeat", "arguments": {{"word": "w", "more": {nested}}}}}</tool_call>'
+    script = [said, call("repeat", word="w", more={}), "end"]
+    result = Script(environments_of(repeat), [script], max_tokens=8000).play()
+    assert ended_by(result) == ["stop"]
+    assert result.batch["n_malformed"].tolist() == [1]
+    malformed, error = answers(result)
+    assert "JSON" in malformed
+    assert error == "error: ValueError: w?"
+    result.non_tensor_batch["conversation"][0].encode()

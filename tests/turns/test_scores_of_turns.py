@@ -1,0 +1,121 @@
+"""What estimators, reward functions and metrics make of samples of several turns; values by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.algorithms.advantages import (
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    turn_level,
+    turns_of,
+)
+from strop.data.rl_dataset import RLHFDataset
+from strop.data.sources import Rows
+from strop.errors import DataError
+from strop.rewards.arguments import Played
+from strop.rewards.manager import RewardManager
+
+from byte_tokenizer import byte_tokenizer
+from scripted import Script, call, environments_of
+
+
+class Looks:
+    def reset(self, **row):
+        pass
+
+    def look(self) -> str:
+        """Look."""
+        return "42"
+
+    def reward(self, turns):
+        return [0.5, *[0] * (len(turns) - 2), 1] if len(turns) > 1 else 0
+
+
+def test_the_reward_of_a_turn_is_on_its_last_sampled_token():
+    result = Script(environments_of(own=Looks), [[call("look"), call("look"), "x"], ["x"]]).play()
+    scores, mask = result.batch["environment_scores"], result.batch["response_mask"]
+    turns = turns_of(mask)
+    lasts = [int((turns[0] == turn).nonzero().max()) for turn in range(3)]
+    assert scores[0].nonzero()[:, 0].tolist() == [lasts[0], lasts[2]]
+    assert scores[0, lasts].tolist() == [0.5, 0, 1]
+    assert int(turns[1].max()) == 0
+    holes = torch.tensor([[1, 1, 0, 0, 1, 0, 1]])
+    assert turns_of(holes).tolist() == [[0, 0, -1, -1, 1, -1, 2]]
+
+
+def test_what_a_tool_says_is_no_response_and_turns_are_not_glued_together():
+    tokenizer = byte_tokenizer()
+    result = Script(environments_of(own=Looks), [[call("look"), "4"]], rows={"ground_truth": ["42"]}).play()
+    row = [result.batch[name][0] for name in ("responses", "response_mask")]
+    conversation = result.non_tensor_batch["conversation"][0]
+    played = Played.of(conversation, *row, "stop", tokenizer)
+    assert "42" not in "\n".join(turn.text for turn in played.turns)
+    assert played.values([])["last_turn"] == "4"
+    seen = []
+
+    def contains(response, ground_truth, turns, n_response_tokens, conversation):
+        seen.append((response, n_response_tokens, conversation[-2]["content"]))
+        return float(ground_truth in response)
+
+    manager = RewardManager(tokenizer, 0, contains)
+    batch = result.union(type(result).from_dict(non_tensors={"data_source": ["d"]}))
+    output = manager(batch)
+    manager.close()
+    assert output.parts["rule"].tolist() == [0]
+    assert output.responses == [f"{played.turns[0].text}\n4"]
+
+
+def test_inserted_tokens_cost_no_discount_and_carry_no_value_or_reward():
+    mask = torch.tensor([[1.0, 1, 0, 0, 1, 1]])
+    for poison in (0.0, 7.0):
+        rewards = torch.tensor([[0, 0, poison, poison, 0, 1]])
+        values = torch.tensor([[0.1, 0.2, 9 + poison, 9, 0.3, 0.4]])
+        advantages, _ = gae(rewards, values, mask, gamma=0.9, lam=0.8, whiten=False)
+        torch.testing.assert_close(advantages, torch.tensor([[0.3854528, 0.42424, 0, 0, 0.492, 0.6]]))
+        _, returns = reinforce_plus_plus(rewards, mask, gamma=0.9, whiten=False)
+        torch.testing.assert_close(returns, torch.tensor([[0.729, 0.81, 0, 0, 0.9, 1]]))
+
+
+@pytest.mark.parametrize("lost_score", [0.0, 5.0])
+def test_a_lost_sample_is_in_no_group_and_no_denominator(lost_score):
+    mask = torch.tensor([[1.0, 1], [1, 1], [1, 0], [0, 0]])
+    rewards = torch.tensor([[0.0, 1], [0, 0], [1, 0], [lost_score, 0]])
+    uid, scores = ["a"] * 4, torch.tensor([1.0, 0, 1, lost_score])
+    expected = torch.tensor([1 / 3, -2 / 3, 1 / 3, 0])[:, None] * mask
+    kept = slice(0, 3)
+    for norm_by_std in (False, True):
+        found, _ = grpo(rewards, mask, uid, scores, norm_by_std=norm_by_std)
+        alone, _ = grpo(rewards[kept], mask[kept], uid[kept], scores[kept], norm_by_std=norm_by_std)
+        torch.testing.assert_close(found[kept], alone)
+        assert found[3].abs().sum() == 0
+        by_turn, _ = turn_level(rewards, mask, uid, norm_by_std=norm_by_std)
+        torch.testing.assert_close(by_turn, found)
+        if not norm_by_std:
+            torch.testing.assert_close(found, expected)
+    for estimator, options in (
+        (rloo, {"uid": uid}),
+        (reinforce_plus_plus_baseline, {"uid": uid, "whiten": True}),
+        (reinforce_plus_plus, {"gamma": 1.0, "whiten": True}),
+    ):
+        found, _ = estimator(rewards, mask, **options)
+        own = options | ({"uid": uid[kept]} if "uid" in options else {})
+        torch.testing.assert_close(found[kept], estimator(rewards[kept], mask[kept], **own)[0])
+        assert found[3].abs().sum() == 0
+
+
+def test_a_row_that_names_no_environment_is_an_error():
+    rows = [{"prompt": "p", "environment": "code"}, {"prompt": "q", "environment": "codee"}]
+    for row in rows:
+        row["data_source"] = "d"
+    environments = environments_of(code=Looks, game=Looks)
+    with pytest.raises(DataError) as error:
+        RLHFDataset(
+            Rows("rows", rows), byte_tokenizer(), max_prompt_length=999, tools_of=environments.tools_of
+        )
+    for word in ("row 1", "'codee'", "code, game"):
+        assert word in str(error.value)
