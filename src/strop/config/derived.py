@@ -196,7 +196,8 @@ def usual_rate(parameters: int | None, model: ModelConfig) -> float:
 def choose_rate(values: Values, tree: Tree) -> Values:
     """Replace rates of null, as in recipes: the critic's by the user's of the policy, others by the usual."""
     for key, (section, kind) in RATES.items() if tree.schema is Config else ():
-        if values.select(key) is not None or not values.has_section(section):
+        sections = section, key.rpartition(".")[0]
+        if values.select(key) is not None or not all(map(values.has_section, sections)):
             continue
         rate, why, of_policy = tree.raw_default(key), UNKNOWN_SIZE, values.select(_POLICY_RATE)
         with suppress(ValidationError):  # of another key, which is reported as such

@@ -134,6 +134,8 @@ async def _answer(blueprint: Blueprint, live: dict[str, _Live], request: Mapping
         return {**played, "rewards": rewards}
     # User code may raise anything; SystemExit and the like end this process.
     except Exception as error:  # noqa: BLE001
+        if (broken := live.pop(name, None)) is not None:
+            broken.end()
         return {"past": past, "failed": in_one_line(error), "traceback": traceback.format_exc()[-4000:]}
 
 

@@ -192,7 +192,7 @@ class _Process:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             self._lose("it wrote into its process's pipe")
         else:
-            if "turns" in request.content:
+            if "turns" in request.content or "failed" in answer:  # the child has dropped it, too
                 self._known.pop(request.episode, None)
             request.answer.set_result(answer)
 
