@@ -76,10 +76,11 @@ class Script:
             [messages] * prompts, self.tokenizer, AUTO, [text if text != "[]" else None for text in tools]
         )
         self.prompt_ids = ids[0]
-        padding = 100
-        mask = (torch.arange(padding + len(ids[0])) >= padding).long().repeat(prompts, 1)
+        width = 100 + max(map(len, ids))
+        lengths = torch.tensor([[len(one)] for one in ids])
+        mask = (torch.arange(width) >= width - lengths).long()
         tensors = {
-            "input_ids": torch.tensor([[0] * padding + one for one in ids]),
+            "input_ids": torch.tensor([[0] * (width - len(one)) + one for one in ids]),
             "attention_mask": mask,
             "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
         }

@@ -446,3 +446,14 @@ def test_a_text_of_reset_must_fit_and_be_of_the_group():
         Script(environments_of(own=Tells), [["a"]], rows={"start": ["x" * 200]})
     with pytest.raises(DataError, match=r"environment\.seed=prompt"):
         Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, seed="sample")
+
+
+def test_a_call_where_a_row_has_no_tools_is_text():
+    environments = environments_of(tools=Submits, game=Replies)
+    rows = {"environment": ["tools", "game"]}
+    result = Script(
+        environments, [[call("submit", answer=7)], [call("submit", answer=7), "bye"]], rows=rows
+    ).play()
+    assert ended_by(result) == ["environment", "environment"]
+    assert answers(result, 1) == [f"[{call('submit', answer=7)}]"]
+    assert result.batch["n_malformed"].tolist() == [0, 0]

@@ -293,7 +293,7 @@ class Episodes:
         ids = part.ids[:-1] if part.ids and part.ids[-1] in self._stop_ids else part.ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         number = len(episode.played)
-        if self._parser is None:
+        if self._parser is None or not episode.tools:
             return Turn(text, content=text)
         before = episode.prompt_end
         if number:
