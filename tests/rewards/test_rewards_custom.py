@@ -8,7 +8,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.rewards.custom import load_custom_reward
 
-from messages import Message, naming
+from messages import naming
 
 GOOD = """
 from dataclasses import dataclass
@@ -44,13 +44,11 @@ def test_a_function_is_loaded_by_path_and_name(reward_file: Path):
     assert load_custom_reward(None) is None
 
 
-def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path):
     path = tmp_path / "reward.py"
     path.write_text("from math import sqrt\ndef _helper(): pass\ndef mine(response):\n    return 4.0\n")
-    with caplog.at_level("INFO", "strop"):
-        found = load_custom_reward(str(path))
-        assert pickle.loads(pickle.dumps(found)).name == "mine"
-    assert caplog.messages == [Message("mine", str(path))]  # in this process alone
+    found = load_custom_reward(str(path))
+    assert pickle.loads(pickle.dumps(found)).name == "mine"
     with pytest.raises(ConfigError, match=naming("no function min", "custom_reward_function.name=mine")):
         load_custom_reward(str(path), "min")
 
