@@ -173,6 +173,7 @@ def test_a_run_gives_up_after_the_last_restart(inputs, tmp_path):
     assert run.console.count("died in update_actor; its last output:\nabout to kill in update_actor") == 2
 
 
+@pytest.mark.slow
 def test_a_run_restarts_after_a_killed_worker(inputs, undisturbed, tmp_path):
     run = RayRun(
         overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1"),
