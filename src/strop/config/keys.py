@@ -102,7 +102,8 @@ def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     guesses = [guess] if guess else _elsewhere(path, list(keys))
     if not guess or _last_word(guess) != _last_word(path):
         guesses = _by_other_name(_last_word(path), list(keys)) or guesses
-    guesses = guesses or _by_other_name(nearest(path, _SHORT_NAMES) or "", list(keys))
+    if "." not in path:
+        guesses = guesses or _by_other_name(nearest(path, _SHORT_NAMES) or "", list(keys))
     if guesses:
         return f"{path}: unknown key; did you mean {' or '.join(guesses)}?"
     sections = {key.path for key in keys.values() if key.is_section}
