@@ -482,13 +482,14 @@ def test_dir_and_help_show_the_functions():
     assert "train_rm(" in pydoc.plain(pydoc.render_doc(strop))
 
 
-def test_evaluate_takes_an_environment_and_tools(monkeypatch):
+def test_evaluate_takes_an_environment_and_tools(monkeypatch, tmp_path):
     from strop.trainer import evaluation
 
     class Own:
         def reset(self): ...
 
     found = []
+    monkeypatch.chdir(tmp_path)  # runs in the current folder would be proposed in the place of the model
     monkeypatch.setattr(evaluation, "evaluate", lambda config, rows: found.append(config.environment))
     strop.evaluate("m", [{"prompt": "p"}], len, environment=Own, tools=[len])
     assert [name.rpartition("-")[0] for name in (*found[0].path.values(), *found[0].tools)] == [
