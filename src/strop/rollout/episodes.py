@@ -65,7 +65,7 @@ class _Played:
 
 @dataclass
 class _Episode:
-    """What is known of a sample."""
+    """The environment's side of a sample: its row, its seed, and its turns so far."""
 
     name: str
     row: dict[str, Any]
@@ -85,7 +85,7 @@ class _Episode:
 
 
 class TurnFormat(NamedTuple):
-    """How answers and calls are written."""
+    """The format of answers and calls in the chat template."""
 
     bridges: dict[str, Bridge]
     """By the JSON of the tools that the prompt shows."""
@@ -167,7 +167,7 @@ class Episodes:
         return cls(spec.environments, spec.config.environment, spec.tokenizer, stops, form, key)
 
     def begin(self, batch: InFlight) -> InFlight:
-        """Return a new batch, whose prompts have the texts that ``reset`` returned.
+        """Give the prompts of a batch the texts that ``reset`` returned; return the batch.
 
         Raises ``DataError`` if a prompt becomes too long, or its samples have seeds of their own.
         """
@@ -360,14 +360,7 @@ class Episodes:
             episode.errors += len(answer["errors"])
             tells = not answer["errors"] or self._settings.error == "tell"
             done = answer["done"]
-            if calls:
-                texts = [bridge.cut(text, self._settings.answer_length) for text in answer["texts"]]
-                messages = bridge.answers(calls, texts)
-            else:
-                messages = answer["messages"]
-                if messages is not None:
-                    limit = self._settings.answer_length
-                    messages = [{**one, "content": bridge.cut(one["content"], limit)} for one in messages]
+            messages = self._messages(bridge, calls, answer)
         if not tells:
             episode.error = played.turn.malformed if answer is None else answer["errors"][0]
             batch.end(row, "error")
@@ -384,6 +377,17 @@ class Episodes:
             if bool(batch.complete[row]):  # the answer did not fit
                 played.messages, played.ids = [], []
 
+    def _messages(
+        self, bridge: Bridge, calls: Sequence[Call], answer: Mapping[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Return an environment's answer as messages of at most ``answer_length`` tokens; None: no answer."""
+        limit = self._settings.answer_length
+        if calls:
+            return bridge.answers(calls, [bridge.cut(text, limit) for text in answer["texts"]])
+        if answer["messages"] is None:
+            return None
+        return [{**one, "content": bridge.cut(one["content"], limit)} for one in answer["messages"]]
+
     def _log_failure(self, error: str) -> None:
         """Log the first traceback; metrics count the others."""
         if not self._has_failed:
@@ -398,13 +402,7 @@ class Episodes:
             if not again:  # its process had been lost
                 continue
             bridge, calls = self._bridge(episode), played.turn.calls
-            limit = self._settings.answer_length
-            if calls:
-                messages = bridge.answers(calls, [bridge.cut(text, limit) for text in again["texts"]])
-            else:
-                messages = [
-                    {**one, "content": bridge.cut(one["content"], limit)} for one in again["messages"] or []
-                ]
+            messages = self._messages(bridge, calls, again) or []
             if played.ids and (not messages or bridge.ids(messages, calls) != played.ids):
                 if self._settings.replay == "recorded":
                     continue
