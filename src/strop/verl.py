@@ -65,6 +65,7 @@ def compute_advantage(
         rewards=columns["token_level_rewards"],
         response_mask=mask_BT,
         scores=None if scores_BT is None else masked_sum(scores_BT, mask_BT, dim=-1),
+        token_scores=scores_BT,
         values=columns.get("values"),
         uid=data.non_tensor_batch.get("uid", [row // num_repeat for row in range(len(data))]),
         baseline_scores=columns.get("baseline_scores"),

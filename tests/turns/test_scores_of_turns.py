@@ -108,6 +108,25 @@ def test_a_lost_sample_is_in_no_group_and_no_denominator(lost_score):
         assert found[3].abs().sum() == 0
 
 
+def test_turns_of_equal_scores_are_not_divided_by_the_deviation_of_their_penalties():
+    mask = torch.tensor([[1.0, 0, 1]] * 3)
+    scores = torch.tensor([[0.0, 9, 1], [1, 9, 1], [0, 9, 1]])  # the last turns are equal, the first ones not
+    penalties = torch.tensor([[0.001, 9, 0.0], [0, 9, 0.002], [0, 9, 0.004]])
+    found, _ = turn_level(scores - penalties, mask, ["a"] * 3, scores, norm_by_std=True)
+    torch.testing.assert_close(
+        found[:, 2], torch.tensor([0.002, 0, -0.002])
+    )  # 1 - penalty, less the mean 0.998
+    left = torch.tensor([0.999, 1.998, 0.996], dtype=torch.float64)
+    first = ((left - left.mean()) / (left.std() + 1e-6)).float()
+    torch.testing.assert_close(found[:, 0], first, rtol=1e-4, atol=1e-5)
+    one_turn = torch.ones(3, 1)
+    equal, penalized = torch.ones(3, 1), 1 - penalties[:, 2:]
+    by_turn, _ = turn_level(penalized, one_turn, ["a"] * 3, equal, norm_by_std=True)
+    by_sample, _ = grpo(penalized, one_turn, ["a"] * 3, equal[:, 0], norm_by_std=True)
+    torch.testing.assert_close(by_turn, by_sample)
+    assert float(by_turn.abs().max()) < 0.01
+
+
 def test_a_row_that_names_no_environment_is_an_error():
     rows = [{"prompt": "p", "environment": "code"}, {"prompt": "q", "environment": "codee"}]
     for row in rows:

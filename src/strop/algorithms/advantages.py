@@ -11,6 +11,7 @@ calls it through ``estimate``:
     values [B,T]           the critic's value of the state before each token
     uid (B hashables)      equal for responses to the same prompt
     scores [B]             the score of each sample, before the KL penalty
+    token_scores [B,T]     the same per token
     baseline_scores [B]    the score of the greedy response to the sample's prompt
     gamma, lam             algorithm.gamma, algorithm.lam
     whiten                 algorithm.whiten_advantages
@@ -98,7 +99,7 @@ Estimator = Callable[..., tuple[Tensor, Tensor]]
 _EQUAL = 1e-6
 """Scores that differ by no more are equal."""
 
-_INPUTS = ("rewards", "response_mask", "values", "uid", "scores", "baseline_scores")
+_INPUTS = ("rewards", "response_mask", "values", "uid", "scores", "token_scores", "baseline_scores")
 AVAILABLE = frozenset((*_INPUTS, "gamma", "lam", "whiten", "norm_by_std"))
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -204,15 +205,17 @@ def grpo(
 
 @register_estimator("turn_level")
 def turn_level(
-    rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool
+    rewards: Tensor, response_mask: Tensor, uid: Uid, token_scores: Tensor | None = None, *, norm_by_std: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute group-relative advantages of turns, for samples of several turns with rewards by turn.
 
     R_ik is the sum of the rewards of sample i in its turns k and later; A_ik = R_ik - mean over the members
     of the group that have a turn k, divided by their deviation + 1e-6 with ``norm_by_std``, on the tokens of
-    turn k; 0 where one member has it. With one turn it is ``grpo``. returns: R_ik.
+    turn k; 0 where one member has it. There is no division where these R_ik of ``token_scores`` (None: of the
+    rewards) are equal, as in ``grpo``, which it is with one turn. returns: R_ik.
     """
     rewards_BT = zero_masked(rewards, response_mask)
+    scores_BT = rewards_BT if token_scores is None else zero_masked(token_scores, response_mask)
     turn_BT = turns_of(response_mask)
     advantages_BT, returns_BT = torch.zeros_like(rewards_BT), torch.zeros_like(rewards_BT)
     for turn in range(int(turn_BT.max()) + 1):
@@ -222,8 +225,9 @@ def turn_level(
         group = group_statistics(left_B, uid, has_turn_B)
         advantages_B = left_B.double() - group.mean_B
         if norm_by_std:
-            scaled_B = advantages_B / (group.std_B + 1e-6)
-            advantages_B = torch.where(group.is_equal_B, advantages_B, scaled_B)
+            scored_B = (scores_BT * (turn_BT >= turn)).sum(-1)
+            is_equal_B = group_statistics(scored_B, uid, has_turn_B).is_equal_B
+            advantages_B = torch.where(is_equal_B, advantages_B, advantages_B / (group.std_B + 1e-6))
         advantages_B = torch.where(group.size_B > 1, advantages_B, 0.0)
         advantages_BT = torch.where(own_BT, advantages_B[:, None].to(rewards.dtype), advantages_BT)
         returns_BT = torch.where(own_BT, left_B[:, None], returns_BT)

@@ -350,6 +350,7 @@ class PPO:
             values=columns.get("values"),
             uid=batch.non_tensor_batch["uid"],
             scores=masked_sum(columns["token_level_scores"], mask_BT, dim=-1),
+            token_scores=columns["token_level_scores"],
             baseline_scores=columns.get("baseline_scores"),
             gamma=algorithm.gamma,
             lam=algorithm.lam,
