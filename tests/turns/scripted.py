@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import torch
 
 from strop.columns import ENDED_BY
 from strop.config.load import load_config
 from strop.data.prompts import AUTO, encode_prompts
 from strop.environments.loading import Environments, load_environments
+from strop.environments.pool import EnvironmentPool
 from strop.passed import passing
 from strop.protocol import DataProto
 from strop.rollout.base import Samples, SamplingParams
-from strop.rollout.episodes import Episodes, TurnFormat
+from strop.rollout.episodes import Episodes
 from strop.rollout.in_flight import InFlight
+from strop.rollout.turn_format import TurnFormat
 
 from byte_tokenizer import CHATML, STOP, byte_tokenizer
 
@@ -30,6 +35,8 @@ def call(name: str, **arguments: Any) -> str:
 
 def environments_of(*tools: Any, **environments: Any) -> Environments:
     """Load classes and functions of the test; the keyword ``own`` is the environment of all rows."""
+    for found in (*tools, *environments.values()):  # their processes need not import the test, and torch
+        cloudpickle.register_pickle_by_value(sys.modules[found.__module__])
     functions = {f"function:{found.__name__}-{place}": found for place, found in enumerate(tools)}
     named = {f"function:{name}-0": found for name, found in environments.items()}
     path = {"" if name == "own" else name: f"function:{name}-0" for name in environments}
@@ -62,8 +69,9 @@ class Script:
     ) -> None:
         self.tokenizer = byte_tokenizer(template)
         config = load_config(KEYS).model_copy(update={"environment": settings_of(**settings)})
-        form = TurnFormat.of(config, environments, self.tokenizer, [STOP])
-        self.episodes = Episodes(environments, config.environment, self.tokenizer, [STOP], form)
+        form = TurnFormat(config, environments, self.tokenizer, [STOP])
+        self.pool = EnvironmentPool.of(environments, config.environment)
+        self.episodes = Episodes(environments, config.environment, form, self.pool)
         self.scripts, self.turn = scripts, [0] * len(scripts)
         prompts = len(scripts) // n
         columns = {"prompt": [prompt] * prompts, "ground_truth": ["x"] * prompts, **(rows or {})}
@@ -120,7 +128,17 @@ class Script:
             turns = self.episodes.columns(self.batch)
             return self.batch.result(pad_token_id=0, eos_token_ids=[STOP], hidden_token_ids=[]).union(turns)
         finally:
-            self.episodes.close()
+            self.pool.close()
+
+
+def resumed(before: Script, environments: Environments, **options: Any) -> Script:
+    """Return the samples in another engine, as a checkpoint has them."""
+    after, file = Script(environments, before.scripts, **options), io.BytesIO()
+    torch.save(before.batch.state(), file)
+    file.seek(0)
+    after.batch.restore(torch.load(file, weights_only=True))
+    after.turn = list(before.turn)
+    return after
 
 
 def conversation(result: DataProto, row: int = 0) -> list[dict[str, Any]]:

@@ -31,8 +31,11 @@ class Slow:
         return "waited"
 
 
+_TURN = {"number": 0, "text": "", "calls": []}
+
+
 def _request(number: int = 0, **content) -> Request:
-    return Request(f"e{number}", {}, 0, [], content or {"turn": {"text": "", "calls": []}})
+    return Request(f"e{number}", {}, 0, [], content or {"turn": _TURN})
 
 
 def test_requests_are_answered_by_an_error_if_no_process_starts():
@@ -46,7 +49,7 @@ def test_requests_are_answered_by_an_error_if_no_process_starts():
 def test_requests_without_an_answer_end_with_their_pool():
     pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
     calls = [{"name": "wait", "arguments": {"seconds": LONGEST_S}}]
-    answer = pool.submit(_request(turn={"text": "", "calls": calls}))
+    answer = pool.submit(_request(turn=_TURN | {"calls": calls}))
     time.sleep(0.1)
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):

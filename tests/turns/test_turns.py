@@ -8,10 +8,9 @@ import random
 import time
 
 import pytest
-import torch
 
 from strop.data.prompts import encode_prompts
-from strop.errors import CheckpointError, DataError
+from strop.errors import DataError
 
 from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
 from scripted import Script, answers, call, conversation, ended_by, environments_of
@@ -360,50 +359,6 @@ def test_a_method_that_costs_its_process_costs_no_other_sample(name):
     assert (first, last) == ("1", "2")
     assert error.startswith("error: ")
     assert result.batch["n_errors"].tolist() == [1, 0, 0, 0]
-
-
-class Changes:
-    """Answers otherwise in every process."""
-
-    def reset(self, **row):
-        pass
-
-    def respond(self, response, turn):
-        return str(os.getpid()) if turn < 2 else None
-
-
-def _resumed(environment, before: Script, **settings) -> Script:
-    after = Script(environments_of(own=environment), before.scripts, **settings)
-    after.batch.restore(before.batch.state())
-    after.turn = list(before.turn)
-    return after
-
-
-def test_a_sample_goes_on_in_another_engine_by_playing_its_turns_again():
-    scripts = [["a", "b", "c", "bye"], ["bye"], ["x", "y", "bye"]]
-    whole = Script(environments_of(own=Replies), scripts).play()
-    before = Script(environments_of(own=Replies), scripts)
-    before.decode()
-    before.episodes.answer([(before.batch, row) for row in range(3)])
-    before.decode([0])
-    before.episodes.close()
-    resumed = _resumed(Replies, before).play()
-    for name, column in whole.batch.items():
-        assert torch.equal(column, resumed.batch[name]), name
-    assert (
-        whole.non_tensor_batch["conversation"].tolist() == resumed.non_tensor_batch["conversation"].tolist()
-    )
-
-
-def test_an_environment_that_answers_otherwise_is_an_error_after_a_resume():
-    before = Script(environments_of(own=Changes), [["a", "b", "c"]])
-    before.decode()
-    before.episodes.answer([(before.batch, 0)])
-    before.episodes.close()
-    with pytest.raises(CheckpointError, match=r"sample 0 .*turn 0"):
-        _resumed(Changes, before).play()
-    recorded = _resumed(Changes, before, replay="recorded").play()
-    assert ended_by(recorded) == ["environment"]
 
 
 def test_random_numbers_of_a_later_turn_follow_from_the_tokens_before_it():

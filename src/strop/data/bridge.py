@@ -39,8 +39,9 @@ class Call(NamedTuple):
 class Bridge:
     """Render the messages that follow a turn, as token ids.
 
-    ``one_call``: the template has room for one tool call in a turn. ``stop_id``: the stop token that it
-    writes. ``history``: what it shows otherwise than it was sampled, in words; "" if it only appends.
+    ``one_call``: the template has room for one tool call in a turn. ``stops``: text of each stop token -> its
+    id; ``stop_id``: of the one that the template writes. ``history``: what it shows otherwise than it was
+    sampled, in words; "" if it only appends.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Bridge:
         own: dict[str, Any] = {"tools": list(tools)} if tools else {}
         self._options: dict[str, Any] = {**how.apply_chat_template_kwargs, **own}
         added = tokenizer.added_tokens_decoder
-        self._stops: dict[str, int] = {
+        self.stops: dict[str, int] = {
             str(added[stop] if stop in added else tokenizer.decode([stop])): stop for stop in stop_ids
         }
         self.answers_as_user = answer_role == "user"
@@ -77,7 +78,7 @@ class Bridge:
         self._require("user", ("content",), [probe])
         found, _ = self._render("content", [probe])
         assert found is not None
-        self.one_call, self.stop_id = False, self._stops[found[0]]
+        self.one_call, self.stop_id = False, self.stops[found[0]]
         if tools and not self.answers_as_user:
             name = tools[0]["function"]["name"]
             calls = [Call(name, {}), Call(name, {}, "bcdefghij")]
@@ -97,7 +98,7 @@ class Bridge:
             raise ModelError(f"the chat template does not render the answer {messages}: {problem}")
         stop, text = found
         ids = self._control.encode([stop + text], add_special_tokens=False)[0]
-        if not ids or ids[0] != self._stops[stop]:
+        if not ids or ids[0] != self.stops[stop]:
             raise ModelError(f"the stop token {stop!r} is not one token before {text!r:.80}")
         return ids[1:]
 
@@ -169,12 +170,12 @@ class Bridge:
             return None, f"it renders the assistant's turn {whole.count(_MARK)} times"
         if probe and rest.count(_PROBE) != len(messages):
             return None, "the message is not in the text"
-        places = [(rest.index(stop), -len(stop), stop) for stop in self._stops if stop in rest]
+        places = [(rest.index(stop), -len(stop), stop) for stop in self.stops if stop in rest]
         if not places:
-            return None, f"no stop token ({', '.join(self._stops)}) follows the assistant's text"
+            return None, f"no stop token ({', '.join(self.stops)}) follows the assistant's text"
         place, _, stop = min(places)
         if probe and _PROBE in rest[:place]:
-            return None, f"no stop token ({', '.join(self._stops)}) precedes the message"
+            return None, f"no stop token ({', '.join(self.stops)}) precedes the message"
         return (stop, rest[place + len(stop) :]), ""
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = True) -> str:

@@ -1,29 +1,31 @@
 """The process that runs episodes: ``python -m strop.environments.child LIFELINE MEMORY``, of ``pool``.
 
 Pipes, lifeline and memory limit are those of ``strop.rewards.worker.child``. The first request is
-``sys.path`` and the pickled blueprint; each further one asks for a turn of an episode, or for its end.
-Requests are answered at once, in any order: coroutines run on one event loop, other functions in a thread of
-their episode. An episode that this process does not have is made, and its earlier turns are played again.
+``sys.path`` and the pickled blueprint; each further one begins an episode, in which it plays earlier turns
+again, plays its next turn, or ends it. Requests are answered at once, in any order: coroutines run on one
+event loop, other functions in a thread of their episode.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import IO, Any
 
 from strop.environments.episode import Blueprint, Episode, in_one_line
 from strop.rewards.arguments import PlayedTurn
-from strop.rewards.worker.child import receive, send, streams
+from strop.rewards.worker.child import is_lack_of_memory, receive, send, streams
 
 _STACK_BYTES = 1 << 20  # the limit of memory counts the stacks of all threads
+_OWN_ID = os.getpid()
 
 
 def main() -> None:
@@ -54,7 +56,12 @@ async def _serve(blueprint: Blueprint, messages: Any, answers: IO[str]) -> None:
         loop.call_soon_threadsafe(arrived.put_nowait, None)
 
     async def respond(request: Mapping[str, Any]) -> None:
-        send(answers, {"token": request["token"], **await _answer(blueprint, live, request)})
+        try:
+            send(answers, {"token": request["token"], **await _answer(blueprint, live, request)})
+        # No memory is left, say: an answer that never comes would cost the deadline.
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
     running = set()
@@ -68,75 +75,88 @@ class _Live:
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        self._thread: ThreadPoolExecutor | None = None
-        self.n_turns = 0
-        self.text = ""
-        """What ``reset`` returned."""
+        self._thread = ThreadPoolExecutor(1)
 
     async def run(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Return the function's result; functions that are no coroutines run in the episode's thread."""
-        if inspect.iscoroutinefunction(function):
-            return await function(**arguments)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1)
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, **arguments))
-        return await found if inspect.isawaitable(found) else found
-
-    def end(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-
-    async def turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """Play a turn: {texts, errors} for calls, {messages} without, and done."""
-        number, self.n_turns = self.n_turns, self.n_turns + 1
-        if turn.get("skip"):  # its process was lost, and it is not tried again
-            return {}
-        if turn["calls"]:
-            texts, errors = await self.episode.call(turn["calls"], self.run)
-            return {"texts": texts, "errors": errors, "done": self.episode.done}
         try:
-            messages = await self.episode.respond(turn["text"], number, self.run)
+            if inspect.iscoroutinefunction(function):
+                return await function(**arguments)
+            call = partial(_outcome, partial(function, **arguments))
+            found, error = await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            if error is not None:
+                raise error
+            return await found if inspect.isawaitable(found) else found
+        except BaseException as error:
+            _end_without_memory(error)
+            raise
+        finally:
+            _end_fork()
+
+    async def end(self) -> None:
+        """Close the environment and end the thread; errors are printed."""
+        try:
+            await self.episode.close(self.run)
         # User code may raise anything.
-        except Exception as error:  # noqa: BLE001
-            found = in_one_line(error)
-            return {
-                "messages": [{"role": "user", "content": found}],
-                "errors": [found],
-                "done": self.episode.done,
-            }
-        return {"messages": messages, "errors": [], "done": self.episode.done}
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+        self._thread.shutdown(wait=False)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return a call's result, or what it raised: a future takes neither StopIteration nor CancelledError."""
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        return None, error
+    finally:
+        _end_fork()
+
+
+def _end_fork() -> None:
+    """End this process if it is a fork, from which user code has returned."""
+    if os.getpid() != _OWN_ID:
+        os._exit(0)
+
+
+def _end_without_memory(error: BaseException) -> None:
+    """End this process if it has exceeded its limit of memory: other episodes would fail, too."""
+    if int(sys.argv[2]) and is_lack_of_memory(error):
+        os.write(2, f"it exceeded environment.memory_limit_mb={sys.argv[2]}\n".encode())
+        os._exit(1)
 
 
 async def _answer(blueprint: Blueprint, live: dict[str, _Live], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer a request: past (results of turns that are played again, from ``first``), and the result.
+    """Answer a request, which begins an episode, plays a turn, or ends it.
 
-    ``failed`` in its place is the error of a method that is no tool.
+    ``failed`` in place of the result is the error of a method that is no tool; it ends the episode.
     """
-    name, past = request["episode"], []
+    name = request["episode"]
     try:
-        if name not in live:
-            made = _Live(Episode(blueprint, request["row"]))
-            made.text = await made.episode.begin(request["seed"], made.run)
-            live[name] = made
-        first = live[name].n_turns
-        past = [await live[name].turn(turn) for turn in request["past"]]
-        played = {"first": first, "past": past}
-        if "begin" in request:
-            return {**played, "text": live[name].text}
         if "turn" in request:
-            return {**played, **await live[name].turn(request["turn"])}
-        ended = live.pop(name)
-        turns = [PlayedTurn(**turn) for turn in request["turns"]]
-        try:
-            rewards = await ended.episode.reward(request["values"], turns, ended.run)
-        finally:
-            ended.end()
-        return {**played, "rewards": rewards}
-    # User code may raise anything; SystemExit and the like end this process.
-    except Exception as error:  # noqa: BLE001
-        if (broken := live.pop(name, None)) is not None:
-            broken.end()
-        return {"past": past, "failed": in_one_line(error), "traceback": traceback.format_exc()[-4000:]}
+            return await live[name].episode.turn(request["turn"], live[name].run)
+        if "end" in request:
+            return {"rewards": await _rewards(live[name], **request["end"])}
+        text = ""
+        if name not in live:
+            live[name] = _Live(Episode(blueprint, request["row"]))
+            text = await live[name].episode.begin(request["seed"], live[name].run)
+        past = [await live[name].episode.turn(turn, live[name].run) for turn in request["past"]]
+        return {"text": text, "first": request["first"], "past": past}
+    # User code may raise anything.
+    except BaseException as error:  # noqa: BLE001
+        request = {"end": None}
+        return {"failed": in_one_line(error), "traceback": traceback.format_exc()[-4000:]}
+    finally:
+        if "end" in request:
+            await live.pop(name).end()
+
+
+async def _rewards(ended: _Live, turns: Sequence[Any], values: Mapping[str, Any] | None) -> Any:
+    """Return the rewards of an episode; None for a lost one, which has no ``values``."""
+    if values is None:
+        return None
+    return await ended.episode.reward(values, [PlayedTurn(**turn) for turn in turns], ended.run)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ Factory = Any
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What episodes are made of; it is pickled for the processes that run them."""
+    """The classes and functions of episodes, which is pickled for the processes that run them."""
 
     environments: Mapping[str, Factory] = field(default_factory=dict)
     """Name in the column ``environment`` -> class; the name "" is that of a single one."""
@@ -54,13 +54,10 @@ class Blueprint:
             name: _schemas(factory, self.tools) for name, factory in (self.environments or {"": None}).items()
         }
 
-    def has(self, method: str) -> bool:
-        """Return True if an environment has the method."""
-        return any(hasattr(factory, method) for factory in self.environments.values())
-
     def gives_rewards(self) -> bool:
         """Return True if an environment has ``reward`` or TRL's ``get_reward``."""
-        return self.has("reward") or self.has("get_reward")
+        names = ("reward", "get_reward")
+        return any(hasattr(factory, name) for factory in self.environments.values() for name in names)
 
 
 def methods_of(owner: Any) -> dict[str, Callable[..., Any]]:
@@ -152,36 +149,40 @@ class Episode:
         found = await run(reset, **Function(reset, "reset").arguments(values))
         return as_text(found) if isinstance(found, str) else ""
 
-    async def call(self, calls: Sequence[Mapping[str, Any]], run: Run) -> tuple[list[str], list[str]]:
-        """Run the calls of a turn in their order; return an answer for each, and the errors among them."""
-        texts, errors = [], []
-        for call in calls:
+    async def turn(self, turn: Mapping[str, Any], run: Run) -> dict[str, Any]:
+        """Run the calls of a turn in their order, or let the environment respond to its text.
+
+        Return texts (an answer to each call), messages (the response), the errors among them, and the reason
+        ``end`` of ``columns.ENDED_BY`` if the episode ends here, else "".
+        """
+        texts, errors, end = [], [], ""
+        messages: list[dict[str, Any]] | None = None
+        for call in turn["calls"]:
             try:
-                text = as_text(await run(self._tools[call["name"]], **call["arguments"]))
-            # User code may raise anything; SystemExit and the like end the process.
-            except Exception as error:  # noqa: BLE001
-                text = in_one_line(error)
-                errors.append(text)
-            texts.append(text)
-        return texts, errors
-
-    async def respond(self, response: str, turn: int, run: Run) -> list[dict[str, Any]] | None:
-        """Return the messages that answer a turn without calls; None at the end."""
+                texts.append(as_text(await run(self._tools[call["name"]], **call["arguments"])))
+            # User code may raise anything, SystemExit included.
+            except BaseException as error:  # noqa: BLE001
+                texts.append(in_one_line(error))
+                errors.append(texts[-1])
         respond = getattr(self._environment, "respond", None)
-        if respond is None:
-            return None
-        values = {**self._row, "response": response, "turn": turn}
-        return as_messages(await run(respond, **Function(respond, "respond").arguments(values)))
-
-    @property
-    def done(self) -> bool:
-        """True if the environment has ended the episode."""
-        return bool(getattr(self._environment, "done", False))
+        if respond is not None and not turn["calls"]:
+            values = {**self._row, "response": turn["text"], "turn": turn["number"]}
+            try:
+                messages = as_messages(await run(respond, **Function(respond, "respond").arguments(values)))
+                end = "environment" if messages is None else ""
+            except BaseException as error:  # noqa: BLE001 - likewise
+                errors = [in_one_line(error)]
+                messages = as_messages(errors[0])
+        elif not turn["calls"]:
+            end = "stop"
+        if getattr(self._environment, "done", False):
+            end = "environment"
+        return {"texts": texts, "messages": messages, "errors": errors, "end": end}
 
     async def reward(
         self, values: Mapping[str, Any], turns: Sequence[PlayedTurn], run: Run
     ) -> list[float] | None:
-        """Return the reward, or one for each turn; None if the environment gives none. Close it."""
+        """Return the reward, or one for each turn; None if the environment gives none."""
         environment, found = self._environment, None
         function = getattr(environment, "reward", None) or getattr(environment, "get_reward", None)
         if function is not None:
@@ -193,8 +194,6 @@ class Episode:
             }
             known = {**self._row, **values, **own}
             found = await run(function, **Function(function, "reward").arguments(known))
-        if (close := getattr(environment, "close", None)) is not None:
-            await run(close)
         if found is None:
             return None
         numbers = [float(value) for value in found] if isinstance(found, list | tuple) else [float(found)]
@@ -203,6 +202,11 @@ class Episode:
         if not all(map(math.isfinite, numbers)):
             raise ValueError(f"reward returned {found!r:.80}: expected finite numbers")
         return numbers
+
+    async def close(self, run: Run) -> None:
+        """Close the environment, if it has such a method."""
+        if (close := getattr(self._environment, "close", None)) is not None:
+            await run(close)
 
 
 def as_text(value: Any) -> str:
@@ -230,5 +234,8 @@ def as_messages(value: Any) -> list[dict[str, Any]] | None:
 
 def in_one_line(error: BaseException) -> str:
     """Return an error as the policy reads it."""
-    reason = " ".join(str(error).split())
+    try:
+        reason = " ".join(str(error).split())
+    except BaseException:  # noqa: BLE001 - of a class of the user's
+        reason = ""
     return as_text(f"error: {type(error).__name__}: {reason}"[:400].removesuffix(": "))

@@ -32,8 +32,6 @@ class Environments:
     schemas: Mapping[str, list[dict[str, Any]]]
     """JSON schemas of the tools, by the name of the environment ("": of all rows)."""
     gives_rewards: bool
-    responds: bool
-    """An environment answers turns without calls."""
     has_reset: bool
     """There is an environment, not only tools."""
 
@@ -85,7 +83,6 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
         list(sys.path),
         schemas,
         blueprint.gives_rewards(),
-        blueprint.has("respond"),
         bool(environments),
     )
 

@@ -1,8 +1,9 @@
 """Processes that run episodes, as a rollout uses them.
 
-An episode stays in one process, which has up to ``concurrency`` requests at a time. A process that is lost
-(a method past its deadline, a crash, a line that is no answer) costs the request at fault; the others are
-sent again to the next process, which plays their episodes again.
+An episode stays in one process, which has up to ``concurrency`` requests at a time. A process without the
+episode of a request gets its row, seed and earlier turns first, as a message of its own. A process that is
+lost (a method past its deadline, a crash, a line that is no answer) costs the request at fault; the others
+are sent again to the next process, which plays their episodes again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from strop.config.schema.environment import EnvironmentConfig
+from strop.environments.loading import Environments
 from strop.rewards.worker.process import Child
 
 _LONGEST_LINE = 1 << 26  # bytes of an answer: the texts of all turns that were played again
@@ -34,11 +37,18 @@ class Request:
     row: Mapping[str, Any]
     seed: int
     past: Sequence[Mapping[str, Any]]
-    """Earlier turns; those that a process has not played are played again."""
+    """Earlier turns; a process that has not played them plays them again."""
     content: Mapping[str, Any]
-    """``begin``, ``turn``, or ``turns`` and ``values`` for the end."""
+    """``turn``, ``end``, or empty: the beginning alone."""
     answer: Future[dict[str, Any]] = field(default_factory=Future)
     deadline: float = 0.0
+    begun: dict[str, Any] | None = None
+    """The answer of the process that has begun the episode for this request; None while it has not."""
+
+    @property
+    def closes(self) -> bool:
+        """True for the end of a lost episode, which only has to be closed."""
+        return "end" in self.content and self.content["end"]["values"] is None
 
 
 class EnvironmentPool:
@@ -63,13 +73,28 @@ class EnvironmentPool:
         self._place: dict[str, int] = {}
         self._n_begun = 0
 
+    @classmethod
+    def of(cls, environments: Environments, settings: EnvironmentConfig) -> EnvironmentPool:
+        """Return the pool for the section ``environment``."""
+        return cls(
+            environments.blueprint,
+            environments.search_path,
+            processes=settings.processes,
+            concurrency=settings.concurrency,
+            timeout_s=settings.timeout,
+            memory_limit_mb=settings.memory_limit_mb,
+        )
+
     def submit(self, request: Request) -> Future[dict[str, Any]]:
-        """Send a request; its answer is the child's, or has ``lost``: the reason why its process was lost."""
+        """Send a request; its answer is that of ``child``, with that of the beginning if there was one.
+
+        ``lost`` in its place is the reason why a turn cost its process, ``failed`` why anything else did.
+        """
         if request.episode not in self._place:
             self._place[request.episode] = self._n_begun % len(self._processes)
             self._n_begun += 1
         place = self._place[request.episode]
-        if "turns" in request.content:
+        if "end" in request.content:
             del self._place[request.episode]
         self._processes[place].submit(request)
         return request.answer
@@ -140,38 +165,55 @@ class _Process:
     def _send(self) -> None:
         if self._suspects:
             if not self._in_flight:
-                self._post(self._suspects)
+                self._start(self._suspects)
             return
         while self._waiting and len(self._in_flight) < self._concurrency:
-            self._post(self._waiting)
+            self._start(self._waiting)
 
-    def _post(self, requests: deque[Request]) -> None:
-        """Post the first of ``requests``; it stays there if no process starts."""
-        if self._child is None or (not self._in_flight and self._child.is_gone()):
-            self._drop()
-            self._child = Child(
-                self._setup,
-                self._memory_limit_mb,
-                start_timeout_s=120.0,
-                module="strop.environments.child",
-                what="environment",
-                section="environment",
-            )
-        self._child.lane.longest_line = _LONGEST_LINE
+    def _start(self, requests: deque[Request]) -> None:
+        """Send the first of ``requests``; it stays there if no process starts."""
         request = requests[0]
-        known = self._known.get(request.episode)
-        past = [dict(turn) for turn in request.past[known or 0 :]]
-        begun = {} if known is not None else {"row": dict(request.row), "seed": request.seed}
+        if request.closes and request.episode not in self._known:
+            request.answer.set_result({})
+        else:
+            if self._child is None or (not self._in_flight and self._child.is_gone()):
+                self._drop()
+                self._child = Child(
+                    self._setup,
+                    self._memory_limit_mb,
+                    start_timeout_s=120.0,
+                    module="strop.environments.child",
+                    what="environment",
+                    section="environment",
+                )
+                self._child.lane.longest_line = _LONGEST_LINE
+            request.begun = None
+            self._post(request)
+        requests.popleft()
+
+    def _post(self, request: Request) -> None:
+        """Post what the process needs next for a request: its episode, or what is asked."""
+        assert self._child is not None
+        known, content = self._known.get(request.episode), request.content
+        if self._is_begun(request):
+            turns = [content["turn"]] if "turn" in content else []
+            n_methods = 0 if turns else 2  # reward and close
+        else:
+            first = known or 0
+            turns, n_methods = request.past[first:], 1
+            content = {"row": dict(request.row), "seed": request.seed, "first": first, "past": turns}
         token = secrets.token_hex(8)
-        message = {"token": token, "episode": request.episode, "past": past, **begun, **request.content}
-        self._child.lane.post(pickle.dumps(message))
+        self._child.lane.post(pickle.dumps({"token": token, "episode": request.episode, **content}))
         self._child.output.allow_more()
-        self._known[request.episode] = len(request.past) + ("turn" in request.content)
         # a thread of its own answers each, so its time starts now
-        turns = [*past, request.content.get("turn", {})]
-        n_methods = sum(max(len(turn.get("calls", ())), 1) for turn in turns) + bool(begun)
+        n_methods += sum(max(len(turn["calls"]), 1) for turn in turns)
         request.deadline = time.monotonic() + self._timeout_s * n_methods
-        self._in_flight[token] = requests.popleft()
+        self._in_flight[token] = request
+
+    def _is_begun(self, request: Request) -> bool:
+        """Return True if the process has played the turns that a request needs."""
+        known = self._known.get(request.episode)
+        return known == len(request.past) or (known is not None and request.closes)
 
     def _receive(self) -> None:
         child = self._child
@@ -192,23 +234,41 @@ class _Process:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             self._lose("it wrote into its process's pipe")
         else:
-            if "turns" in request.content or "failed" in answer:  # the child has dropped it, too
-                self._known.pop(request.episode, None)
-            request.answer.set_result(answer)
+            self._take_answer(request, answer)
+
+    def _take_answer(self, request: Request, answer: dict[str, Any]) -> None:
+        if "failed" in answer or ("end" in request.content and self._is_begun(request)):
+            self._known.pop(request.episode, None)  # as the child has done
+        elif not self._is_begun(request):
+            self._known[request.episode] = len(request.past)
+            request.begun = answer
+            if request.content:
+                self._post(request)
+                return
+        else:
+            self._known[request.episode] += 1
+        request.answer.set_result({**(request.begun or {}), **answer})
 
     def _lose(self, reason: str, culprit: Request | None = None) -> None:
         """Drop the process: the request at fault is answered, the others are sent again."""
-        ending = self._drop()
         requests = [*self._in_flight.values()]
         self._in_flight.clear()
-        if culprit is None and len(requests) == 1:
-            culprit = requests[0]
-            reason = f"{reason}: {ending}"
+        is_alone = culprit is None and len(requests) == 1
+        culprit = requests[0] if is_alone else culprit
+        is_begun = culprit is not None and self._is_begun(culprit)
+        ending = self._drop()
         if culprit is None:
             self._suspects.extend(requests)
             return
+        if is_alone:
+            reason = f"{reason}: {ending}"
         self._waiting.extendleft(reversed([request for request in requests if request is not culprit]))
-        culprit.answer.set_result({"past": [], "lost": reason})
+        if "turn" in culprit.content and is_begun:
+            culprit.answer.set_result({**(culprit.begun or {}), "lost": reason})
+        else:
+            again = ", or a turn that was played again" if culprit.past else ""
+            method = "reward, or close" if is_begun else f"reset{again}"
+            culprit.answer.set_result({"failed": f"{method}: {reason}"})
 
     def _drop(self) -> str:
         child, self._child = self._child, None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import re
@@ -121,14 +122,12 @@ class Played(NamedTuple):
         Each turn is decoded by itself: "4" and "2" are never "42".
         """
         turns = [PlayedTurn(**turn) for turn in json.loads(text)["turns"]]
-        parts: list[list[int]] = []
-        before = 0.0
-        for token, mask in zip(ids_T.tolist(), mask_T.tolist(), strict=True):
-            if mask and not before:
-                parts.append([])
-            if mask:
-                parts[-1].append(token)
-            before = mask
+        pairs = zip(ids_T.tolist(), mask_T.tolist(), strict=True)
+        parts = [
+            [token for token, _ in part]
+            for is_sampled, part in itertools.groupby(pairs, key=lambda pair: pair[1])
+            if is_sampled
+        ]
         for turn, ids in zip(turns, parts, strict=False):  # a lost sample has no sampled tokens
             turn.text = tokenizer.decode(ids, skip_special_tokens=True)
         return cls(turns, ended_by)

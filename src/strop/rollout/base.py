@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from strop.config.schema import Config
     from strop.config.schema.policy import RolloutConfig
     from strop.environments.loading import Environments
+    from strop.environments.pool import EnvironmentPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,9 @@ class RolloutSpec:
     weights: Iterable[tuple[str, Tensor]] | None = None
     """The actor's current weights; None: start from the files of ``model``."""
     environments: Environments | None = None
-    """What answers the turns of samples; None: samples have no turns."""
+    """The classes and tools that answer turns; None: samples have no turns."""
+    environment_pool: EnvironmentPool | None = None
+    """The processes of ``environments``."""
 
 
 def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:

@@ -1,8 +1,8 @@
 """Samples of admitted batches: what is generated of each, for the engine and for a checkpoint.
 
 ``InFlight`` holds one batch, ``Queue`` the batches that an engine has admitted. Between two calls a sample is
-its prompt, its seed and its tokens so far. So a checkpoint holds tokens, and no state of an engine, a
-generator or an environment.
+its prompt, its seed, its tokens so far and the record of its turns. So a checkpoint holds tokens and texts,
+and no state of an engine, a generator or an environment.
 
 With turns, a stop token ends a turn and not the sample: an environment's answer is inserted, whose tokens
 have the version -1, or the sample ends. The random numbers of the first turn are those of a sample without
@@ -14,9 +14,11 @@ grow by S new tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +26,43 @@ from torch import Tensor
 from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, DataError, TrainingError
 from strop.protocol import DataProto
+from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
 
 _COLUMNS = ("tokens", "log_probs", "versions")
 _ROWS = ("lengths", "stopped", "begun", "ended")
 
 
-class Part(NamedTuple):
-    """Adjacent tokens of a sample: a turn of the policy, or what was inserted after it."""
+@dataclass
+class RecordedTurn(PlayedTurn):
+    """A turn that an environment has answered; ``answers`` are those that were inserted."""
 
-    is_turn: bool
-    ids: list[int]
+    malformed: str = ""
+    """The reason why its calls were not run; "" if they were."""
+    is_lost: bool = False
+    """Its method cost its process: it is never played again."""
+
+
+@dataclass
+class Record:
+    """The answered turns of a sample, as plain values."""
+
+    turns: list[RecordedTurn] = field(default_factory=list)
+    error: str = ""
+    """The reason why the sample is lost; "" if it is not."""
+    errors: int = 0
+    malformed: int = 0
+    other_stop: int = 0
+    """Turns that ended with another stop token than the template's."""
+    is_resumed: bool = False
+    """It comes from a checkpoint, and no environment has played its turns again."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Record:
+        """Read what ``dataclasses.asdict`` wrote."""
+        record = cls(**saved)
+        record.turns, record.is_resumed = [RecordedTurn(**turn) for turn in saved["turns"]], True
+        return record
 
 
 class InFlight:
@@ -81,6 +109,7 @@ class InFlight:
         self.ended = torch.zeros(rows, dtype=torch.int8)
         self.turn_seeds = list(self.seeds)
         """Of the last turn of each sample; empty if greedy."""
+        self.records = [Record() for _ in range(rows)]
 
     def replace_prompts(self, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Set the token ids of this rank's prompts, before anything is generated.
@@ -149,15 +178,6 @@ class InFlight:
         """End a sample, for one of the reasons ``ENDED_BY``."""
         self.ended[row] = ENDED_BY.index(reason)
 
-    def parts(self, row: int) -> list[Part]:
-        """Return the turns of a sample, and what was inserted between them."""
-        parts: list[Part] = []
-        for token, version in zip(self.ids(row), self.versions[row].tolist(), strict=False):
-            if not parts or parts[-1].is_turn != (version >= 0):
-                parts.append(Part(version >= 0, []))
-            parts[-1].ids.append(token)
-        return parts
-
     def _seed_turn(self, row: int) -> None:
         """Set the seed of a sample's last turn, a function of its own seed and of the tokens before."""
         if not self.seeds or not self.begun[row]:
@@ -212,14 +232,22 @@ class InFlight:
         columns = {"ended_by": self.ended[self.own], "n_turns": begins.sum(1).short()}
         return DataProto({name: column.clone() for name, column in columns.items()})
 
-    def state(self) -> dict[str, Tensor]:
-        """Return a copy of the samples, without unused columns."""
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the samples, without unused columns, as tensors and plain values."""
         longest = int(self.lengths.max())
         columns = {name: getattr(self, name)[:, :longest].clone() for name in _COLUMNS}
-        return {**columns, **{name: getattr(self, name).clone() for name in _ROWS}}
+        columns |= {name: getattr(self, name).clone() for name in _ROWS}
+        if self.turn_length is None:
+            return columns
+        prompts = [ids.tolist() for ids in self.prompt_ids]
+        return {**columns, "prompts": prompts, "records": list(map(dataclasses.asdict, self.records))}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a ``state``; ``CheckpointError`` if it is not of as many samples, or is longer."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state``.
+
+        Raises ``CheckpointError`` if it is not of as many samples, is longer, or an environment's ``reset``
+        returned other texts for the prompts.
+        """
         rows, longest = state["tokens"].shape
         if rows != len(self.lengths) or longest > self.params.max_tokens:
             raise CheckpointError(
@@ -232,6 +260,14 @@ class InFlight:
         for name in _ROWS:
             if name in state:  # checkpoints from before there were turns lack two
                 getattr(self, name).copy_(state[name])
+        if self.turn_length is not None:
+            self.records = [Record.of(saved) for saved in state["records"]]
+            for number, (ids, saved) in enumerate(zip(self.prompt_ids, state["prompts"], strict=True)):
+                if ids.tolist() != saved:
+                    raise CheckpointError(
+                        f"prompt {number} of a batch in flight is another one than before: the text that an "
+                        "environment's reset returns must follow from row and seed alone"
+                    )
         for row in range(rows):
             self._seed_turn(row)
 

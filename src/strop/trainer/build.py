@@ -41,7 +41,7 @@ from strop.rewards.base import Example, Reward
 from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
 from strop.rewards.router import UnknownSourceError
-from strop.rollout.episodes import TurnFormat
+from strop.rollout.turn_format import TurnFormat
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
@@ -311,7 +311,7 @@ def _require_turns(config: Config, environments: Environments, tokenizer: Any) -
     if (folder / "generation_config.json").is_file():
         ends = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
     ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    TurnFormat.of(config, environments, tokenizer, sorted(ids)).log()
+    TurnFormat(config, environments, tokenizer, sorted(ids)).log()
 
 
 def worker_group_class(config: RootConfig) -> type:

@@ -27,6 +27,7 @@ from strop.controller.rendezvous import open_store, stay_on_this_machine
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
 from strop.environments.loading import Environments
+from strop.environments.pool import EnvironmentPool
 from strop.errors import CheckpointError, ModelError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.manifest import covering
@@ -55,6 +56,7 @@ class ActorRolloutRefWorker(RoleWorker):
     """Version of the rollout's weights, numbered by the trainer."""
     reference: Engine
     environments: Environments | None = None
+    _pool: EnvironmentPool | None = None
     _channel: Channel
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
@@ -120,8 +122,15 @@ class ActorRolloutRefWorker(RoleWorker):
         shares = self.role is not Role.Rollout and ROLLOUTS[self.section.rollout.name].shared is not None
         return self.engine.shareable_model if shares else None
 
+    def close(self) -> None:
+        """End the processes of the environments."""
+        if self._pool is not None:
+            self._pool.close()
+
     def _build_rollout(self) -> RolloutEngine:
         config, apart = self.config, self.role is Role.Rollout
+        if self.environments is not None:
+            self._pool = EnvironmentPool.of(self.environments, config.environment)
         spec = RolloutSpec(
             config=config,
             model=self.model_options(self.section.model),
@@ -136,6 +145,7 @@ class ActorRolloutRefWorker(RoleWorker):
             compute_dtype=None if apart else self.engine.compute_dtype,
             weights=None if apart else self.engine.named_weights(dtype=self._rollout_dtype),
             environments=self.environments,
+            environment_pool=self._pool,
         )
         return build_rollout(self.section.rollout.name, spec)
 

@@ -219,13 +219,14 @@ def _failed(error: BaseException, memory_mb: int) -> Outcome:
 
     With a limit of memory, running out of it is a crash: what a library does after that is not defined.
     """
-    if memory_mb and _is_lack_of_memory(error):
+    if memory_mb and is_lack_of_memory(error):
         exceeded = f"the reward function exceeded reward_model.memory_limit_mb={memory_mb}:\n"
         return Outcome("crashed", error=exceeded + _traceback())
     return Outcome("raised", error=_traceback())
 
 
-def _is_lack_of_memory(error: BaseException) -> bool:
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return True if the error says that memory ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch

@@ -94,7 +94,7 @@ class OutputReader:
         passed = text[: self._allowance]
         self._allowance -= len(text)
         if self._allowance <= 0:
-            passed += "\n[the reward function prints too much; the rest of this sample is not shown]\n"
+            passed += "\n[it prints too much; the rest of this sample is not shown]\n"
         # The terminal may be gone, and at exit this thread outlives most of the interpreter.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(printable(passed))

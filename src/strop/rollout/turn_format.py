@@ -1,0 +1,122 @@
+"""Turns as texts and as tokens: reads those of the policy, and writes the answers to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from strop.data.bridge import Bridge, Call
+from strop.data.prompts import PromptFormat, encode_prompts
+from strop.data.tool_calls import Turn, find_parser
+from strop.environments.loading import Environments, load_object
+from strop.errors import DataError
+
+if TYPE_CHECKING:
+    from strop.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+_BEFORE = 8
+"""Tokens before a turn from which its parser sees what the generation prompt has opened."""
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools."""
+
+
+class TurnFormat:
+    """The format of turns, calls and answers in the chat template."""
+
+    def __init__(
+        self, config: Config, environments: Environments, tokenizer: Any, stop_ids: Sequence[int]
+    ) -> None:
+        """Try the chat template; ``stop_ids`` end a turn, besides those of the configuration.
+
+        Raises ``ModelError`` for a template that shows no answers, or from which no parser follows.
+        """
+        data, self._settings, self._tokenizer = config.data, config.environment, tokenizer
+        self._prompt_key, self.pad_token_id = data.prompt_key, tokenizer.pad_token_id
+        self._how = PromptFormat(
+            **{key.name: getattr(data, key.name) for key in dataclasses.fields(PromptFormat)}
+        )
+        stops = [*stop_ids, *config.actor_rollout_ref.rollout.stop_token_ids]
+        self._stop_ids = set(stops)
+        role = self._settings.answer_role
+        self._bridges = {
+            json.dumps(tools): Bridge(tokenizer, stops, self._how, tools=tools, answer_role=role)
+            for tools in environments.schemas.values()
+        }
+        """By the JSON of the tools that the prompt shows."""
+        self._parser = None
+        if any(environments.schemas.values()):
+            texts = [*next(iter(self._bridges.values())).stops]
+            options = dict(self._how.apply_chat_template_kwargs)
+            load = partial(load_object, key="environment.parser")
+            self._parser = find_parser(self._settings.parser, tokenizer, options, texts, load)
+
+    def log(self) -> None:
+        """Log what the template does to earlier turns, if it rewrites them."""
+        for history in {bridge.history for bridge in self._bridges.values()} - {""}:
+            logger.info(
+                "environment: the chat template shows %s otherwise than it was sampled; the policy goes on "
+                "from what it sampled",
+                history,
+            )
+
+    def bridge(self, tools: Tools) -> Bridge:
+        """Return the bridge of the prompts that show ``tools``."""
+        return self._bridges[json.dumps(tools)]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn, without its stop token."""
+        said = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        return self._tokenizer.decode(said, skip_special_tokens=False)
+
+    def read(self, ids: Sequence[int], before: Sequence[int], tools: Tools, bridge: Bridge) -> Turn:
+        """Return the turn of sampled ids that follow the ids ``before``."""
+        text = self.text(ids)
+        if self._parser is None or not tools:
+            return Turn(text, content=text)
+        end = self._tokenizer.decode(before[-_BEFORE:], skip_special_tokens=False)
+        turn = self._parser(text, end, tools)
+        if len(turn.calls) > 1 and bridge.one_call:
+            return turn._replace(calls=(), malformed="expected one call in a turn")
+        return turn
+
+    def messages(
+        self, bridge: Bridge, calls: Sequence[Call], answer: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return an environment's answer as messages of at most ``answer_length`` tokens."""
+        limit = self._settings.answer_length
+        if calls:
+            return bridge.answers(calls, [bridge.cut(text, limit) for text in answer["texts"]])
+        return [{**one, "content": bridge.cut(one["content"], limit)} for one in answer["messages"] or []]
+
+    def prompt(self, row: Mapping[str, Any], tools: Tools, text: str) -> list[int]:
+        """Return the ids of a row's prompt with the text of ``reset`` at the end of the user's last message.
+
+        Raises ``DataError`` if the samples of a prompt have seeds of their own.
+        """
+        if text and self._settings.seed == "sample":
+            raise DataError(
+                "reset returned a text for the prompt, which the samples of a prompt share, and "
+                "environment.seed=sample gives each its own: set environment.seed=prompt"
+            )
+        messages = self._how.messages(row[self._prompt_key])
+        last = messages[-1]
+        if text and last["role"] == "user":
+            messages = [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}".strip()}]
+        elif text:
+            messages = [*messages, {"role": "user", "content": text}]
+        shown = json.dumps(tools) if tools else None
+        return encode_prompts([messages], self._tokenizer, self._how, [shown])[0]
+
+
+def call_id(seed: int, turn: int, number: int) -> str:
+    """Return the id of a call: nine characters, which Mistral's template demands."""
+    digest = hashlib.blake2b(f"{seed} {turn} {number}".encode(), digest_size=9).digest()
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
