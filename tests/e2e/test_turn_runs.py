@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ import os, random, time
 
 class Replies:
     def reset(self, extra_info, seed):
-        self.first, self.seed = extra_info["index"] % 10, seed
+        self.index, self.seed = extra_info["index"], seed
+        self.first = self.index % 10
 
     def respond(self, response, turn):
         if delay := float(os.environ.get("DELAY", 0)):
@@ -31,6 +34,24 @@ class Flaky(Replies):
         if extra_info["index"] % 4 == 0:
             raise ConnectionError("service away")
         super().reset(extra_info, seed)
+
+class Breaks(Replies):
+    def respond(self, response, turn):
+        how = self.index % 6
+        if turn:
+            return None
+        if self.index == 0:
+            time.sleep(600)
+        if how == 1:
+            raise ValueError("no")
+        if how == 2:
+            print("x" * 10_000_000)
+        if how == 3 and os.fork() == 0:
+            os.setsid()
+            os.execvp("sleep", ["sleep", "314159"])
+        if how == 4:
+            os._exit(3)
+        return "go on"
 """
 STOPS = "actor_rollout_ref.rollout.stop_token_ids=[4,5,6,7,8,9]"  # a random policy seldom says <end>
 
@@ -94,6 +115,30 @@ def test_a_resumed_run_with_samples_between_turns_trains_the_same(inputs, tmp_pa
     whole = hashes(train(_options(inputs, tmp_path / "whole", *options)))
     checkpoint = f"trainer.resume_mode={tmp_path / 'whole' / 'global_step_1'}"
     assert hashes(train(_options(inputs, tmp_path / "resumed", *options, checkpoint))) == whole
+
+
+def _processes(name: str) -> set[str]:
+    """Return ids and commands of the running processes that this one has started, and of orphans."""
+    table = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
+    parents = {str(os.getpid()), "1"}
+    return {line for line in table.splitlines() if line.split()[0] in parents and name in line}
+
+
+def test_methods_that_break_cost_their_turns_and_leave_no_process(inputs, tmp_path):
+    grpo = "algorithm.adv_estimator=grpo"
+    steps = "trainer.total_training_steps=3"  # an epoch
+    before = _processes("strop.environments")
+    trainer = train(_options(inputs, tmp_path, grpo, steps, "environment.timeout=4", name="Breaks"))
+    assert _processes("strop.environments") > before
+    kept = [group.worker for group in trainer.groups.values()]  # as a traceback does
+    trainer.shutdown()
+    assert _processes("strop.environments") <= before
+    assert kept
+    assert not _processes("sleep 314159")
+    found = _metrics(tmp_path)
+    assert [metrics["turns/ended_by/error"] for metrics in found] == [0] * 3
+    # of the 24 rows one hangs, 4 raise and 4 exit, unless their first turn is cut at its limit
+    assert 0 < sum(metrics["turns/errors"] for metrics in found) <= 2 * 9
 
 
 def test_lost_samples_are_counted_and_train_nothing(inputs, tmp_path):

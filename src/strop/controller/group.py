@@ -164,6 +164,9 @@ class LocalWorkerGroup:
         """Drop the worker and its model; end the calls to the groups of its pool, if it has a thread."""
         if self._thread is not None:
             self._thread.end()
+        # a traceback may keep the worker alive, which must not keep alive the processes that it has started
+        if (close := getattr(self.worker, "close", None)) is not None:
+            close()
         self.worker = None
 
     def __getattr__(self, name: str) -> Any:
