@@ -685,7 +685,7 @@ class TrainCustomRewardFunction(TypedDict, total=False):
 
 
 class TrainEnvironment(TypedDict, total=False):
-    """What answers the policy's turns: a class of yours, or tools; see strop docs environments."""
+    """A class of yours, or tools, that answer the policy's turns; see strop docs environments."""
 
     path: Mapping[str | Path, Any]
     """file.py:Class; or {name: file.py:Class}, chosen by the column `environment` of each row; null: none."""
@@ -698,7 +698,7 @@ class TrainEnvironment(TypedDict, total=False):
     answer_length: int
     """Longest answer, in tokens; a longer one is cut in the middle, with a note."""
     parser: str
-    """How the model writes calls: auto (as its chat template does), a name, or file.py:function."""
+    """Notation of calls: auto (as the chat template writes them), a name, or file.py:function."""
     answer_role: Literal["auto", "tool", "user"]
     """Role of a tool's answer; auto: tool. user: for chat templates that show no answers of tools."""
     timeout: float
@@ -706,7 +706,7 @@ class TrainEnvironment(TypedDict, total=False):
     seed: Literal["prompt", "sample"]
     """Seed that `reset` gets: one for all samples of a prompt, or one for each sample."""
     error: Literal["tell", "end"]
-    """What an error of a method is: one line that the policy reads, or the end of the sample."""
+    """Result of a method's error: one line that the policy reads, or the end of the sample."""
     malformed: Literal["tell", "end"]
     """The same for a call that cannot be read, or that does not fit the tool."""
     replay: Literal["check", "recorded"]

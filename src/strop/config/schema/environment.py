@@ -1,4 +1,4 @@
-"""Keys under `environment`: what answers the policy's turns."""
+"""Keys under `environment`: the classes and tools that answer the policy's turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _name_alone(value: object) -> object:
 
 
 class EnvironmentConfig(Section, resumes=SAME):
-    """What answers the policy's turns: a class of yours, or tools; see strop docs environments."""
+    """A class of yours, or tools, that answer the policy's turns; see strop docs environments."""
 
     path: Annotated[
         dict[str, Text],
@@ -52,7 +52,7 @@ class EnvironmentConfig(Section, resumes=SAME):
     answer_length: Annotated[PositiveInt, UNUSED]
     """Longest answer, in tokens; a longer one is cut in the middle, with a note."""
     parser: Annotated[Text, UNUSED]
-    """How the model writes calls: auto (as its chat template does), a name, or file.py:function."""
+    """Notation of calls: auto (as the chat template writes them), a name, or file.py:function."""
     answer_role: Annotated[Literal["auto", "tool", "user"], UNUSED]
     """Role of a tool's answer; auto: tool. user: for chat templates that show no answers of tools."""
     timeout: Annotated[Seconds, MAY_CHANGE, UNUSED]
@@ -60,7 +60,7 @@ class EnvironmentConfig(Section, resumes=SAME):
     seed: Annotated[Literal["prompt", "sample"], UNUSED]
     """Seed that `reset` gets: one for all samples of a prompt, or one for each sample."""
     error: Annotated[Literal["tell", "end"], UNUSED]
-    """What an error of a method is: one line that the policy reads, or the end of the sample."""
+    """Result of a method's error: one line that the policy reads, or the end of the sample."""
     malformed: Annotated[Literal["tell", "end"], UNUSED]
     """The same for a call that cannot be read, or that does not fit the tool."""
     replay: Annotated[Literal["check", "recorded"], MAY_CHANGE, UNUSED]
