@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from strop.tracking.jsonl import read_metrics
 
-import tool_demo
+import lookup_task
 from outside import require_vllm
 from runs import TIMES, hashes, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# The seconds of a delay come from a file: the processes of Ray do not see this one's environment.
-SLOW = """
-import random, time
-from pathlib import Path
-from tool_demo import Lookup, calls, right
-
-class Late(Lookup):
-    def look_up(self, word: str) -> str:
-        \"\"\"Return the number behind a number.
-
-        Args:
-            word: The number.
-        \"\"\"
-        time.sleep(random.SystemRandom().random() * float(Path(__file__).with_name("delay").read_text()))
-        return super().look_up(word)
-"""
 AHEAD = (
     "actor_rollout_ref.hybrid_engine=False",
     "trainer.resource_pools={learner: [1], rollout: [1]}",
@@ -64,40 +46,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    torch.manual_seed(1)
-    tool_demo.warm_up(folder / "model", steps=420, seed=1)
-    (folder / "late.py").write_text(SLOW)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, tool_demo.rows(40_000, seed=1))))
-    return folder
-
-
-def _options(inputs: Path, run: Path, *extra: str) -> list[str]:
-    return [
-        f"actor_rollout_ref.model.path={inputs / 'model'}",
-        f"data.train_files={inputs / 'rows.jsonl'}",
-        f"data.cache_dir={inputs / 'cache'}",
-        f"environment.path={inputs / 'late.py'}:Late",
-        f"environment.parser={inputs / 'late.py'}:calls",
-        "environment.max_turns=3",
-        f"custom_reward_function.path={inputs / 'late.py'}",
-        "custom_reward_function.name=right",
-        "data.train_batch_size=64",
-        "data.max_prompt_length=8",
-        "data.max_response_length=20",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "algorithm.adv_estimator=grpo",
-        "algorithm.kl_ctrl.kl_coef=0",
-        "trainer.logger=[console]",
-        "trainer.n_gpus_per_node=1",
-        "trainer.device=cpu",
-        "trainer.total_training_steps=24",
-        f"trainer.default_local_dir={run}",
-        *extra,
-    ]
+    return lookup_task.make(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -107,12 +56,15 @@ def test_the_task_is_learned_with_the_same_weights_for_any_delay(inputs, tmp_pat
     if "ranks" in name:
         request.getfixturevalue("ray_session")
     found, scores = [], []
-    for delay in ("0", "0.2"):
-        (inputs / "delay").write_text(delay)
-        trainer = train(_options(inputs, tmp_path / delay, *SETTINGS[name]))
-        lines = [line for line in read_metrics(tmp_path / delay / "metrics.jsonl") if line["step"]]
+    for delay in (0.0, 0.2):
+        lookup_task.delay(inputs, delay)
+        run = tmp_path / str(delay)
+        trainer = train(lookup_task.options(inputs, run, *SETTINGS[name]))
+        lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"]]
         scores.append([line["critic/score/mean"] for line in lines])
-        kept = [{k: v for k, v in line.items() if not k.startswith((*TIMES, "environment/"))} for line in lines]
+        kept = [
+            {k: v for k, v in line.items() if not k.startswith((*TIMES, "environment/"))} for line in lines
+        ]
         found.append((hashes(trainer), kept))
         trainer.shutdown()
     print(name, *(f"{score:.2f}" for score in scores[0]), found[0][0])  # with -s

@@ -1,0 +1,94 @@
+"""Runs with an environment that are killed at random moments end with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import lookup_task
+from runs import metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+AHEAD = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+    "trainer.worker_group=local",
+    "actor_rollout_ref.actor.rollout_is=token",
+    "trainer.async_steps=2",
+)
+ON_RAY = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
+KINDS = ("driver", "child", "rank")
+SETTINGS = {"one process": ((), 10), "asynchronous": (AHEAD, 6), "two ranks on Ray": (ON_RAY, 4)}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return lookup_task.make(tmp_path_factory.mktemp("inputs"))
+
+
+def _started(options: list[str], log: Path) -> subprocess.Popen:
+    environment = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path)])
+    with log.open("ab") as output:
+        command = [sys.executable, "-m", "strop.trainer.main_ppo", *options]
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
+def _victim(run: subprocess.Popen, kind: str) -> psutil.Process:
+    """The driver, a process of its environment, or a rank on Ray; the driver where there is none."""
+    driver = psutil.Process(run.pid)
+    names = {"child": "strop.environments.child", "rank": "ray::"}
+    for process in driver.children(recursive=True) if kind in names else ():
+        if names[kind] in " ".join(process.cmdline()):
+            return process
+    return driver
+
+
+def _n_lines(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(inputs, tmp_path, name):
+    extra, n_kills = SETTINGS[name]
+    keys = (*extra, "trainer.save_freq=1")
+    undisturbed, run, log = tmp_path / "undisturbed", tmp_path / "run", tmp_path / "log"
+    lookup_task.delay(inputs, 0.0)
+    assert _started(lookup_task.options(inputs, undisturbed, *keys), log).wait() == 0, log.read_text()[-3000:]
+
+    lookup_task.delay(inputs, 0.2)
+    command = lookup_task.options(inputs, run, *keys)
+    draw, process = random.Random(name), None
+    for number in range(n_kills):
+        if process is None or process.poll() is not None:
+            process = _started(command, log)
+        before = _n_lines(run)
+        while process.poll() is None and _n_lines(run) == before:
+            time.sleep(0.05)
+        time.sleep(moment := draw.uniform(0, 2.5))
+        victim = _victim(process, KINDS[number % len(KINDS)])
+        print(f"kill {number}: {victim.name()} {moment:.2f} s after line {_n_lines(run)}")
+        victim.kill()
+        if victim.pid == process.pid:
+            process.wait()
+    if process.poll() is None:  # a child's death ends no run
+        process.wait()
+    if process.returncode:
+        assert _started(command, log).wait() == 0, log.read_text()[-3000:]
+    assert _digest(run) == _digest(undisturbed)
+    assert metrics(run) == metrics(undisturbed)
+
+
+def _digest(run: Path) -> str:
+    return hashlib.sha256((run / "final_model" / "model.safetensors").read_bytes()).hexdigest()
