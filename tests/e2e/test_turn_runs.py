@@ -8,10 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from strop.engines.torch.engine import TorchEngine
 from strop.errors import RewardError
+from strop.workers import critic, policy
 
-from runs import hashes, make_inputs, overrides, train
+from runs import hashes, make_inputs, metrics, overrides, train
 
 ENVIRONMENT = """
 import os, random, time
@@ -150,3 +154,75 @@ def test_lost_samples_are_counted_and_train_nothing(inputs, tmp_path):
     last = _metrics(tmp_path / "lax")[-1]
     assert last["turns/ended_by/error"] == pytest.approx(last["reward/error_rate"])
     assert 0 < last["turns/ended_by/error"] < 1
+
+
+# All that reads numbers of tokens: KL in reward and loss, entropy, ratios to an old policy, a critic.
+EVERYTHING = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.rollout_is=token",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "critic.optim.lr=1e-3",
+)
+
+
+def _noisy(outputs, mask):
+    """Replace what a pass says of inserted and missing tokens; the graph of the others stays."""
+    return {
+        name: torch.where(mask.bool(), found, found + torch.randn_like(found))
+        if found.shape == mask.shape
+        else found
+        for name, found in outputs.items()
+    }
+
+
+def test_what_the_models_say_of_inserted_tokens_changes_nothing(inputs, tmp_path, monkeypatch):
+    plain = hashes(train(_options(inputs, tmp_path / "plain", *EVERYTHING)))
+    infer = TorchEngine.infer
+
+    def noisy_infer(engine, batch, *arguments, **options):
+        return _noisy(infer(engine, batch, *arguments, **options), batch.batch["response_mask"])
+
+    def noisy_loss(make):
+        def made(*arguments, **options):
+            loss = make(*arguments, **options)
+            return lambda outputs, columns: loss(_noisy(outputs, columns["response_mask"]), columns)
+
+        return made
+
+    monkeypatch.setattr(TorchEngine, "infer", noisy_infer)
+    monkeypatch.setattr(policy, "actor_objective", noisy_loss(policy.actor_objective))
+    monkeypatch.setattr(critic, "critic_objective", noisy_loss(critic.critic_objective))
+    assert hashes(train(_options(inputs, tmp_path / "noisy", *EVERYTHING))) == plain
+    assert metrics(tmp_path / "noisy") == metrics(tmp_path / "plain")
+
+
+LAYOUTS = {
+    "padded": ("actor_rollout_ref.model.use_remove_padding=False",),
+    "one row": tuple(
+        f"{key}_micro_batch_size_per_gpu=1"
+        for key in ("actor_rollout_ref.actor.ppo", "actor_rollout_ref.ref.log_prob", "critic.ppo")
+    ),
+    "two ranks": ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray", "trainer.save_freq=2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("ranks" in name)) for name in LAYOUTS]
+)
+def test_weights_do_not_depend_on_how_turns_are_laid_out(inputs, tmp_path, name, request):
+    """Norm of the difference over the norm."""
+    if "ranks" in name:
+        request.getfixturevalue("ray_session")
+    packed = ("actor_rollout_ref.model.use_remove_padding=True", "trainer.save_freq=2", *EVERYTHING)
+    found = []
+    for folder, extra in (("whole", ()), ("other", LAYOUTS[name])):
+        train(_options(inputs, tmp_path / folder, *packed, *extra)).shutdown()
+        for role in ("actor", "critic"):
+            weights = load_file(tmp_path / folder / f"global_step_2/{role}/huggingface/model.safetensors")
+            found.append(torch.cat([weights[key].double().flatten() for key in sorted(weights)]))
+    for whole, other in zip(found[:2], found[2:], strict=True):
+        assert (whole - other).norm() / whole.norm() < 1e-6

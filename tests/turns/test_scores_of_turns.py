@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 import torch
 
@@ -138,3 +141,64 @@ def test_a_row_that_names_no_environment_is_an_error():
         )
     for word in ("row 1", "'codee'", "code, game"):
         assert word in str(error.value)
+
+
+def _gae_by_hand(rewards, values, sampled, gamma, lam):
+    """Sampled tokens one by one, as if the inserted ones were not there; float64."""
+    advantages, last, next_value = {}, 0.0, 0.0
+    for t in reversed(sampled):
+        delta = rewards[t] + gamma * next_value - values[t]
+        last, next_value = delta + gamma * lam * last, values[t]
+        advantages[t] = last
+    return advantages
+
+
+def _turns_by_hand(rewards, sampled_turns, norm_by_std):
+    """For each row and turn: what is left of its rewards against the members that have the turn; float64."""
+    left = [[sum(rewards[row][t] for turn in turns[k:] for t in turn) for k in range(len(turns))]
+            for row, turns in enumerate(sampled_turns)]  # fmt: skip
+    found = [[0.0] * len(turns) for turns in sampled_turns]
+    for k in range(max(map(len, left))):
+        members = [row for row in range(len(left)) if len(left[row]) > k]
+        if len(members) < 2:
+            continue
+        own = [left[row][k] for row in members]
+        mean = statistics.fmean(own)
+        scale = statistics.stdev(own) + 1e-6 if norm_by_std and max(own) - min(own) > 1e-6 else 1.0
+        for row in members:
+            found[row][k] = (left[row][k] - mean) / scale
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_estimates_over_turns_are_those_of_plain_loops(seed):
+    draw = random.Random(seed)
+    n_rows, width = 4, 12
+    turns = []  # of each row: runs of tokens with gaps between them
+    for _ in range(n_rows):
+        at, own = 0, []
+        while at < width and len(own) < 4:
+            size = draw.randint(1, 3)
+            own.append([t for t in range(at, at + size) if t < width])
+            at += size + draw.randint(1, 3)
+        turns.append(own)
+    mask = torch.zeros(n_rows, width)
+    for row, own in enumerate(turns):
+        mask[row, [t for turn in own for t in turn]] = 1
+    rewards, values = torch.rand(n_rows, width).double(), torch.rand(n_rows, width).double()
+    found, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8, whiten=False)
+    for row, own in enumerate(turns):
+        flat = [t for turn in own for t in turn]
+        expected = _gae_by_hand(rewards[row].tolist(), values[row].tolist(), flat, 0.9, 0.8)
+        assert found[row, flat].tolist() == pytest.approx([expected[t] for t in flat], rel=1e-9)
+        assert returns[row, flat].tolist() == pytest.approx(
+            [expected[t] + values[row, t].item() for t in flat], rel=1e-9
+        )
+    assert found[mask == 0].abs().sum() == 0
+    for norm_by_std in (False, True):
+        by_turn, _ = turn_level(rewards, mask, ["a"] * n_rows, norm_by_std=norm_by_std)
+        expected = _turns_by_hand(rewards.tolist(), turns, norm_by_std)
+        for row, own in enumerate(turns):
+            for turn, value in zip(own, expected[row], strict=True):
+                assert by_turn[row, turn].tolist() == pytest.approx([value] * len(turn), rel=1e-6, abs=1e-9)
+        assert by_turn[mask == 0].abs().sum() == 0
