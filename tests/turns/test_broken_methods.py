@@ -354,6 +354,7 @@ class Leaves:
     def forks(self) -> str:
         """Fork, for ever."""
         if os.fork() == 0:
+            os.closerange(3, 256)  # Popen in another thread waits until its pipe is closed everywhere
             signal.pause()
         return "forked"
 
@@ -370,7 +371,7 @@ class Leaves:
 def test_no_process_is_left():
     marker, before = str(2**20 + os.getpid()), _processes("strop.environments")
     scripts = [[call(name), "end"] for name in ("forks", "exits", "hangs")]
-    result = Script(environments_of(own=Leaves), scripts, rows={"marker": [marker] * 3}, timeout=1.0).play()
+    result = Script(environments_of(own=Leaves), scripts, rows={"marker": [marker] * 3}, timeout=4.0).play()
     assert ended_by(result) == ["stop"] * 3
     assert result.batch["n_errors"].tolist() == [0, 1, 1]
     assert not _processes(f"sleep {marker}")

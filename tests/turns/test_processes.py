@@ -67,6 +67,19 @@ def test_a_pool_that_is_dropped_ends_its_processes():
     assert not child.is_alive()
 
 
+@pytest.mark.parametrize("n_requests", [1, 2])
+def test_a_process_that_is_killed_from_outside_changes_no_answer(n_requests):
+    pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
+    calls = [{"name": "wait", "arguments": {"seconds": 1.0}}]
+    asked = [pool.submit(_request(number, turn=_TURN | {"calls": calls})) for number in range(n_requests)]
+    (process,) = pool._processes
+    while len(process._known) < n_requests:  # the calls run
+        time.sleep(0.02)
+    process._child.process.kill()
+    assert [one.result(LONGEST_S)["texts"] for one in asked] == [["waited"]] * n_requests
+    pool.close()
+
+
 def test_each_call_of_a_turn_has_the_time_of_a_method():
     said = "".join([call("wait", seconds=0.6)] * 3)
     result = Script(environments_of(own=Slow), [[said, "end"]], timeout=1.0).play()

@@ -3,7 +3,8 @@
 An episode stays in one process, which has up to ``concurrency`` requests at a time. A process without the
 episode of a request gets its row, seed and earlier turns first, as a message of its own. A process that is
 lost (a method past its deadline, a crash, a line that is no answer) costs the request at fault; the others
-are sent again to the next process, which plays their episodes again.
+are sent again to the next process, which plays their episodes again. A crash is the fault of the request that
+crashes two processes, the second one alone in it: the first may have been killed from outside.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Request:
     deadline: float = 0.0
     begun: dict[str, Any] | None = None
     """The answer of the process that has begun the episode for this request; None while it has not."""
+    is_suspect: bool = False
+    """It was in flight when a process crashed."""
 
     @property
     def closes(self) -> bool:
@@ -253,11 +256,13 @@ class _Process:
         """Drop the process: the request at fault is answered, the others are sent again."""
         requests = [*self._in_flight.values()]
         self._in_flight.clear()
-        is_alone = culprit is None and len(requests) == 1
+        is_alone = culprit is None and len(requests) == 1 and requests[0].is_suspect
         culprit = requests[0] if is_alone else culprit
         is_begun = culprit is not None and self._is_begun(culprit)
         ending = self._drop()
         if culprit is None:
+            for request in requests:
+                request.is_suspect = True
             self._suspects.extend(requests)
             return
         if is_alone:
