@@ -77,7 +77,7 @@ class _Live:
         self.episode = episode
         self._thread = ThreadPoolExecutor(1)
 
-    async def run(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    async def run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
         """Return the function's result; functions that are no coroutines run in the episode's thread."""
         try:
             if inspect.iscoroutinefunction(function):
@@ -137,7 +137,7 @@ async def _answer(blueprint: Blueprint, live: dict[str, _Live], request: Mapping
             return await live[name].episode.turn(request["turn"], live[name].run)
         if "end" in request:
             return {"rewards": await _rewards(live[name], **request["end"])}
-        text = ""
+        text = None
         if name not in live:
             live[name] = _Live(Episode(blueprint, request["row"]))
             text = await live[name].episode.begin(request["seed"], live[name].run)

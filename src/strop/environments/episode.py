@@ -57,17 +57,26 @@ class Blueprint:
     def gives_rewards(self) -> bool:
         """Return True if an environment has ``reward`` or TRL's ``get_reward``."""
         names = ("reward", "get_reward")
-        return any(hasattr(factory, name) for factory in self.environments.values() for name in names)
+        environments = self.environments.values()
+        return any(callable(getattr(factory, name, None)) for factory in environments for name in names)
 
 
 def methods_of(owner: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of a class or of its object: public methods by name, in the order of the class."""
+    """Return the tools of a class or of its object: public methods by name, in the order of the class.
+
+    A class with ``json_schemas`` has the tools that these name, and ``call(name, **arguments)`` runs them.
+    """
+    if described := _described(owner):
+        return {name: functools.partial(owner.call, name) for name in described}
     names = [name for kind in reversed(_class(owner).__mro__) for name in vars(kind)]
-    return {
-        name: getattr(owner, name)
-        for name in dict.fromkeys(names)
-        if not name.startswith("_") and name not in RESERVED and callable(getattr(owner, name))
-    }
+    public = [name for name in dict.fromkeys(names) if not name.startswith("_") and name not in RESERVED]
+    found = {name: getattr(_class(owner), name) for name in public}  # of the class: properties have no value yet
+    tools = [name for name, value in found.items() if callable(value) and not isinstance(value, type)]
+    return {name: getattr(owner, name) for name in tools}
+
+
+def _described(owner: Any) -> dict[str, dict[str, Any]]:
+    return {schema["function"]["name"]: schema for schema in getattr(owner, "json_schemas", ())}
 
 
 def _defined(owner: type, name: str) -> Any:
@@ -90,6 +99,9 @@ def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
             where = f"the tool {name!r} of {getattr(owner, '__name__', owner)}"
             if name in found:
                 raise ConfigError(f"{where}: there are two tools of this name")
+            if name in (described := _described(owner)):
+                found[name] = described[name]
+                continue
             is_method = isinstance(owner, type) and inspect.isfunction(_defined(owner, name))
             try:
                 schema = get_json_schema(_without_self(method) if is_method else method)
@@ -130,24 +142,30 @@ class Episode:
     def __init__(self, blueprint: Blueprint, row: Mapping[str, Any]) -> None:
         self._blueprint, self._row = blueprint, row
         self._environment: Any = None
+        self._owners: list[Any] = []
+        """The environment, and objects of tools."""
         self._tools: dict[str, Callable[..., Any]] = {}
 
     async def begin(self, seed: int, run: Run) -> str:
         """Make the objects and reset the environment; return the text of ``reset``, or ""."""
         if (factory := self._blueprint.environment_of(self._row)) is not None:
             self._environment = await run(factory)
-            self._tools |= methods_of(self._environment)
+            self._owners.append(self._environment)
         for tool in self._blueprint.tools:
             if isinstance(tool, type):
-                self._tools |= methods_of(await run(tool))
+                self._owners.append(await run(tool))
             else:
                 self._tools[tool.__name__] = tool
+        for owner in self._owners:
+            self._tools |= methods_of(owner)
         reset = getattr(self._environment, "reset", None)
         if reset is None:
             return ""
         values = {**self._row, "seed": seed}
         found = await run(reset, **Function(reset, "reset").arguments(values))
-        return as_text(found) if isinstance(found, str) else ""
+        if not isinstance(found, str | None):
+            raise TypeError(f"reset returned {found!r:.80}: expected a text for the prompt, or None")
+        return as_text(found)
 
     async def turn(self, turn: Mapping[str, Any], run: Run) -> dict[str, Any]:
         """Run the calls of a turn in their order, or let the environment respond to its text.
@@ -183,8 +201,9 @@ class Episode:
         self, values: Mapping[str, Any], turns: Sequence[PlayedTurn], run: Run
     ) -> list[float] | None:
         """Return the reward, or one for each turn; None if the environment gives none."""
-        environment, found = self._environment, None
-        function = getattr(environment, "reward", None) or getattr(environment, "get_reward", None)
+        found = None
+        functions = [getattr(self._environment, name, None) for name in ("reward", "get_reward")]
+        function = next(filter(callable, functions), None)  # TRL's examples have numbers called reward
         if function is not None:
             own = {
                 "turns": list(turns),
@@ -204,9 +223,10 @@ class Episode:
         return numbers
 
     async def close(self, run: Run) -> None:
-        """Close the environment, if it has such a method."""
-        if (close := getattr(self._environment, "close", None)) is not None:
-            await run(close)
+        """Close the environment and the tools that have ``close``."""
+        for owner in self._owners:
+            if callable(close := getattr(owner, "close", None)):
+                await run(close)
 
 
 def as_text(value: Any) -> str:

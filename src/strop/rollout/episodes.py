@@ -42,7 +42,7 @@ Answer = dict[str, Any]
 """Result of ``EnvironmentPool.submit``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Episode:
     """The environment's side of a sample."""
 
@@ -51,6 +51,8 @@ class _Episode:
     seed: int
     tools: list[dict[str, Any]]
     bridge: Bridge
+    text: str | None = None
+    """What ``reset`` added to its prompt; None if that is not known."""
 
     def calls(self, record: Record, number: int) -> list[Call]:
         """Return the calls of a turn, with their ids."""
@@ -98,6 +100,8 @@ class Episodes:
                 answer = future.result()
                 if self._is_playing(batch, first + number, answer):
                     texts[first] = answer["text"]
+        for row in range(own.start, own.stop):
+            self._episode(batch, row).text = texts.get(row - (row - own.start) % n, "")
         if any(texts.values()):
             firsts = range(own.start, own.stop, n)
             episodes = [(self._episode(batch, first), texts.get(first, "")) for first in firsts]
@@ -242,16 +246,25 @@ class Episodes:
         episode, record = self._episode(batch, row), batch.records[row]
         if "past" not in answer:
             return ""
+        if episode.text is not None and answer["text"] not in (None, episode.text):
+            return (
+                f"reset returned {answer['text']!r:.80} for a sample, and its prompt has {episode.text!r:.80}: it "
+                "must draw random numbers from its argument seed, as random.Random(seed)"
+            )
         for (number, turn), again in zip(_replayed(record)[answer["first"] :], answer["past"], strict=False):
             if not turn.answers or self._settings.replay == "recorded":
                 continue
             messages = self._form.messages(episode.bridge, episode.calls(record, number), again)
             if messages != turn.answers:
                 texts = [str([one["content"] for one in found]) for found in (messages, turn.answers)]
+                named = ", ".join(call["name"] for call in turn.calls) or "the environment"
+                given = [*self._settings.path.values(), *self._settings.tools]
+                shared = [one for one in given if one.startswith("mcp-shared:")]
                 found = (
-                    f"sample {row} (uid {episode.row.get('uid')}), turn {number}: the environment answers "
+                    f"sample {row} (uid {episode.row.get('uid')}), turn {number}: {named} answers "
                     f"{texts[0]:.200}, and before {texts[1]:.200}; it must answer from row, seed and turns "
                     "alone, or set environment.replay=recorded"
+                    + (f"; if the server of {shared[0]} has a state, write mcp: for mcp-shared:" if shared else "")
                 )
                 if record.is_resumed:
                     raise CheckpointError(found)
