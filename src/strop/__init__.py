@@ -6,6 +6,7 @@
     strop.dpo(model, data)                               a policy, from preferences
     strop.evaluate(model, data, reward)                  answers to prompts, scored
     strop.Run(folder)                                    metrics, samples, curves and model of a run
+    strop.tools.python                                   a tool for the policy: Python in a sandbox
 
 ``help(strop.train)`` has the arguments. The building blocks of own programs are in ``strop.BUILDING_BLOCKS``.
 Names are imported from their modules on first use, so ``import strop`` and ``strop --help`` are fast.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from strop.version import __version__
 
 if TYPE_CHECKING:
+    from strop import tools as tools
     from strop.api import dpo as dpo
     from strop.api import evaluate as evaluate
     from strop.api import sft as sft
@@ -82,4 +84,6 @@ def __getattr__(name: str) -> Any:
 
             raise MissingExtraError("ray", "ray", name)
         return getattr(importlib.import_module(modules[name]), name)
+    if name == "tools":
+        return importlib.import_module("strop.tools")
     raise AttributeError(f"module 'strop' has no attribute {name!r}")

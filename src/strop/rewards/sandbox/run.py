@@ -1,4 +1,4 @@
-"""Run a program against its tests: ``run_assert_tests`` and ``run_stdin_tests``."""
+"""Run a program against tests (``run_assert_tests``, ``run_stdin_tests``), or as a tool (``run_program``)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from strop.rewards.sandbox.bubblewrap import Limits
 from strop.rewards.sandbox.process import SandboxedProcess
 
 _WATCH_S = 0.02
+_PACKING_S = 5.0
 _VERDICT_BYTES = 1 << 16
 _LENGTH_BYTES = 4
 
@@ -119,6 +120,37 @@ def run_stdin_tests(
         if _lines(message["written"]) != _lines(expected):
             return Verdict(False, f"test {number}: the output differs")
     return Verdict(True)
+
+
+def run_program(program: str, files: str, *, limits: Limits) -> tuple[str, str]:
+    """Run a program in the files of an earlier one; return what it prints and the files that it leaves.
+
+    ``files`` is a text that an earlier call returned, or "". It is a tar, which only sandboxes unpack. What
+    the program prints ends with a line in brackets if a limit ended it; all that it started ends with it.
+
+    Raises as ``run_assert_tests`` does.
+    """
+    deadline = time.monotonic() + limits.wall_s + _PACKING_S
+    with ExitStack() as pipes:
+        answers = Pipe(pipes)
+        process = SandboxedProcess(
+            "tool",
+            {"program": program, "files": files, "seconds": limits.wall_s},
+            descriptors={"answers": answers.writer},
+            limits=limits,
+        )
+        try:
+            answers.close_writer()
+            content, reason = _read(answers.reader, deadline, [process], limit=limits.output_bytes + 100)
+        finally:
+            words = process.close()
+    messages = _messages(content, 2)
+    if not reason and messages[:1] != ["hello"]:
+        raise _no_sandbox(words)
+    answer = messages[1] if len(messages) > 1 else {}
+    if not isinstance(answer, dict) or not isinstance(printed := answer.get("printed"), str):
+        return f"[ended, and its files are not kept: {reason or 'it ended its sandbox'}]", files
+    return "\n".join(filter(None, (printed, answer["note"]))), answer.get("files", files)
 
 
 class Pipe:
