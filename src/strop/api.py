@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
 
-Environment = str | Path | type | Mapping[str, Any] | None
+Environment = str | Path | Callable[[], Any] | Mapping[str, Any] | None
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
 
 
@@ -60,10 +60,10 @@ def train(
             cloudpickle; lambdas, closures and functions of a notebook work.
         algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a function that estimates
             advantages, or a dict of keys below ``algorithm``. None: that of ``config``, else the recipe's.
-        environment: what answers the turns of a sample (``strop docs environments``): a class,
-            ``file.py:Class``, a dict of these by the column ``environment`` of a row, or a dict of keys below
-            ``environment``.
-        tools: functions, and classes, which the policy may call.
+        environment: what answers the turns of a sample (``strop docs environments``): a class or a function
+            that makes its objects, ``file.py:Class``, ``gym:ID``, ``mcp:COMMAND``, a dict of these by the
+            column ``environment`` of a row, or a dict of keys below ``environment``.
+        tools: what the policy may call: functions, classes, ``strop.tools.python``, ``mcp:COMMAND``.
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file
             (``strop docs recipes``). ``auto``: that of ``algorithm``, or ``grpo``. None: the defaults.
         config: a YAML file laid over the defaults, or a dict of keys.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,18 @@ def _defining(config: Config) -> dict[str, list[str]]:
     environment = config.environment
     named = {"path": [*environment.path.values()], "tools": environment.tools, "parser": [environment.parser]}
     for key, values in named.items():
-        files = [expand(value.rpartition(":")[0]) for value in values if ".py:" in value]
-        if files:
+        if files := [file for value in values for file in _sources(value)]:
             found[f"environment.{key}"] = files
     return found
+
+
+def _sources(value: str) -> list[str]:
+    """Return the files of an environment or tool: the one of its class, or the programs of a command."""
+    kind, _, command = value.partition(":")
+    if kind in ("mcp", "mcp-shared"):
+        words = [] if command.startswith("http") else shlex.split(command)
+        return [word for word in words if word.endswith((".py", ".js", ".ts")) and Path(word).is_file()]
+    return [expand(value.rpartition(":")[0])] if ".py:" in value else []
 
 
 def digest(path: Path) -> str:

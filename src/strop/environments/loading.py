@@ -14,11 +14,17 @@ from strop.algorithms.registry import resolve
 from strop.config.paths import expand
 from strop.config.schema.environment import EnvironmentConfig
 from strop.environments.episode import Blueprint
+from strop.environments.gym import load_gym
+from strop.environments.mcp import load_mcp
 from strop.errors import ConfigError
 from strop.passed import is_function
 from strop.rewards.custom import load_module
+from strop.rewards.sandbox import require_bubblewrap
+from strop.tools import Python
 
 _KEY = "environment.path"
+_SERVERS = ("mcp", "mcp-shared")
+_TOOLS = "file.py:function, file.py:Class, python, mcp:COMMAND or mcp:URL"
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,13 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
     """
     if not section.path and not section.tools:
         return None
-    environments = {name: load_object(given, _KEY) for name, given in section.path.items()}
+    environments = {name: _environment(given) for name, given in section.path.items()}
     for name, found in environments.items():
         if not isinstance(found, type) or not callable(getattr(found, "reset", None)):
             raise ConfigError(
                 f"{_KEY}={section.path[name]}: expected a class with a method reset, found {found!r:.80}"
             )
-    tools = [load_object(given, "environment.tools") for given in section.tools]
+    tools = [_tool(given) for given in section.tools]
     blueprint = Blueprint(environments, tools)
     schemas = blueprint.schemas()
     for name, own in schemas.items():
@@ -87,13 +93,40 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
     )
 
 
+def _environment(given: str) -> Any:
+    """Return the class that an entry of environment.path names."""
+    kind, _, name = given.partition(":")
+    if kind == "gym":
+        return load_gym(name)
+    if kind in _SERVERS:
+        return load_mcp(given, _KEY)
+    found = load_object(given, _KEY)
+    if isinstance(found, type) or hasattr(found, "reset"):
+        return found
+    made = type(found())  # a factory, as TRL takes them
+    return type(made.__name__, (made,), {"__new__": lambda _: found()})
+
+
+def _tool(given: str) -> Any:
+    """Return the function or class that an entry of environment.tools names."""
+    key = "environment.tools"
+    if given.partition(":")[0] in _SERVERS:
+        return load_mcp(given, key)
+    found = Python if given == "python" else load_object(given, key)
+    if isinstance(found, type) and issubclass(found, Python):
+        require_bubblewrap()
+        found().python("")  # RewardError if user namespaces are forbidden
+    return found
+
+
 def load_object(given: str, key: str) -> Any:
     """Return the class or function of ``file.py:name``, or of a name that stands for one."""
     if is_function(given):
         return resolve(given, {}, key)
     path, has_name, name = given.rpartition(":")
     if not has_name or not path.endswith(".py"):
-        raise ConfigError(f"{key}={given}: expected file.py:Class")
+        known = {_KEY: "file.py:Class, gym:ID or mcp:COMMAND", "environment.tools": _TOOLS}
+        raise ConfigError(f"{key}={given}: expected {known.get(key, 'file.py:function')}")
     path = str(Path(expand(path)).absolute())
     module = load_module(path, key)
     # the processes do not import the file again: its siblings are found by the search path

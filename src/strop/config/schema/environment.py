@@ -40,11 +40,13 @@ class EnvironmentConfig(Section, resumes=SAME):
     path: Annotated[
         dict[str, Text],
         BeforeValidator(_name_alone),
-        Expected("file.py:Class, or a mapping of names to these"),
+        Expected("file.py:Class, gym:ID, mcp:COMMAND, or a mapping of names to these"),
     ]
-    """file.py:Class; or {name: file.py:Class}, chosen by the column `environment` of each row; null: none."""
+    """file.py:Class, gym:ID, mcp:COMMAND or mcp:URL; or {name: one of these}, chosen by the column
+    `environment` of each row; null: none."""
     tools: Names
-    """Further tools: file.py:function, or file.py:Class, whose public methods are tools."""
+    """Further tools: file.py:function; file.py:Class, whose public methods are tools; python, a sandbox;
+    mcp:COMMAND or mcp:URL, those of a server; mcp-shared:... one server for all samples of a process."""
     max_turns: Annotated[PositiveInt, UNUSED]
     """Turns of the policy; the calls of the last one are run, and its answers are not inserted."""
     turn_length: Annotated[PositiveInt | None, UNUSED]
