@@ -230,6 +230,11 @@ class Function:
                 f" ({close!r} is the model's response; the right answer is 'ground_truth', from the column "
                 "that data.answer_key names, or a column by its own name)"
             )
+        if "environments" in missing:  # of TRL
+            hint = (
+                ": environments are in other processes. Give their class a method get_reward(self), which "
+                "TRL calls, too"
+            )
         named = " and ".join(f"the argument {name!r}" for name in missing)
         raise ConfigError(
             f"{self.where} needs {named}, and there is no such value or column"
