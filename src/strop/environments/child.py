@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import os
 import pickle
+import resource
 import sys
 import threading
 import traceback
@@ -32,6 +33,8 @@ def main() -> None:
     """Redirect the standard streams, end with the starter, and serve until the requests end."""
     threading.stack_size(_STACK_BYTES)
     requests, answers, _ = streams()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of hundreds of samples
     messages = receive(requests)
     if (setup := next(messages, None)) is None:
         return
