@@ -46,6 +46,7 @@ format: .venv/dev  ## format the code and apply automatic lint fixes
 
 bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## run all benchmarks; see benchmarks/README.md
 	$(BIN)/python benchmarks/against_trl.py --out benchmarks/results/against_trl_$(TODAY).md
+	$(BIN)/python benchmarks/turns_against_trl.py --out benchmarks/results/turns_against_trl_$(TODAY).md
 	$(BIN)/python benchmarks/floors.py --out benchmarks/results/floors_$(TODAY).md
 	$(BIN)/python benchmarks/growth.py --out benchmarks/results/growth_$(TODAY)
 	$(BIN)/python benchmarks/rollout_hf.py
