@@ -24,7 +24,7 @@ from strop.rewards.arguments import PlayedTurn
 from strop.tools import Python
 
 from byte_tokenizer import byte_tokenizer
-from scripted import Script, answers, call, conversation, ended_by, environments_of, settings_of
+from scripted import Script, answers, call, conversation, ended_by, environments_of, resumed, settings_of
 from trl_environments import GameEnv, IncrementEnv, SelfSamplingEnv, multiply
 
 SERVER = f"{sys.executable} {Path(__file__).parent / 'mcp_server.py'}"
@@ -34,13 +34,6 @@ def _named(path: str = "", tools: list[str] | None = None):
     found = load_environments(settings_of(path={"": path} if path else {}, tools=tools or []))
     assert found is not None
     return found
-
-
-def _resumed(before: Script, environments, **settings) -> Script:
-    after = Script(environments, before.scripts, **settings)
-    after.batch.restore(before.batch.state())
-    after.turn = list(before.turn)
-    return after
 
 
 # gymnasium
@@ -123,8 +116,8 @@ def test_each_sample_has_a_server_of_its_own_which_a_replay_rebuilds():
     before = Script(environments, scripts)
     before.decode()
     before.episodes.answer([(before.batch, row) for row in range(2)])
-    before.episodes.close()
-    result = _resumed(before, environments).play()
+    before.pool.close()
+    result = resumed(before, environments).play()
     assert ended_by(result) == ["stop", "stop"]
     added, returned, error, again = answers(result)
     assert (added, returned, again) == ("2", "f s", "5")
@@ -134,8 +127,8 @@ def test_each_sample_has_a_server_of_its_own_which_a_replay_rebuilds():
     assert conversation(result)[0]["calls"] == [{"name": "add", "arguments": {"number": 2}}]
     # a server with a state that samples share answers otherwise
     shared = f"mcp-shared:{SERVER}"
-    with pytest.raises(CheckpointError, match=r"add answers otherwise.*write mcp: for mcp-shared:"):
-        _resumed(before, _named(tools=[shared]), tools=[shared]).play()
+    with pytest.raises(CheckpointError, match=r"add answers .*write mcp: for mcp-shared:"):
+        resumed(before, _named(tools=[shared]), tools=[shared]).play()
 
 
 def test_samples_may_share_a_server_which_is_started_again():
@@ -246,8 +239,8 @@ def test_files_are_rebuilt_by_playing_the_calls_again():
     before = Script(environments, scripts)
     before.decode()
     before.episodes.answer([(before.batch, 0)])
-    before.episodes.close()
-    assert answers(_resumed(before, environments).play()) == ["", "7\n"]
+    before.pool.close()
+    assert answers(resumed(before, environments).play()) == ["", "7\n"]
 
 
 # TRL
@@ -294,7 +287,7 @@ class Closes:
 def test_a_lost_sample_is_closed_too(tmp_path):
     environments = environments_of(own=Closes)
     script = Script(environments, [[call("fail")]], rows={"folder": [str(tmp_path)]}, error="end")
-    close, script.episodes.close = script.episodes.close, lambda: None
+    close, script.pool.close = script.pool.close, lambda: None
     assert ended_by(script.play()) == ["error"]
     for _ in range(100):
         if (tmp_path / "closed").exists():

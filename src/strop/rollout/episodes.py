@@ -248,8 +248,8 @@ class Episodes:
             return ""
         if episode.text is not None and answer["text"] not in (None, episode.text):
             return (
-                f"reset returned {answer['text']!r:.80} for a sample, and its prompt has {episode.text!r:.80}: it "
-                "must draw random numbers from its argument seed, as random.Random(seed)"
+                f"reset returned {answer['text']!r:.80} for one sample; its prompt has {episode.text!r:.80}; "
+                "it must draw random numbers from its argument seed, as random.Random(seed)"
             )
         for (number, turn), again in zip(_replayed(record)[answer["first"] :], answer["past"], strict=False):
             if not turn.answers or self._settings.replay == "recorded":
@@ -264,7 +264,11 @@ class Episodes:
                     f"sample {row} (uid {episode.row.get('uid')}), turn {number}: {named} answers "
                     f"{texts[0]:.200}, and before {texts[1]:.200}; it must answer from row, seed and turns "
                     "alone, or set environment.replay=recorded"
-                    + (f"; if the server of {shared[0]} has a state, write mcp: for mcp-shared:" if shared else "")
+                    + (
+                        f"; if the server of {shared[0]} has a state, write mcp: for mcp-shared:"
+                        if shared
+                        else ""
+                    )
                 )
                 if record.is_resumed:
                     raise CheckpointError(found)
