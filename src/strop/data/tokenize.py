@@ -272,7 +272,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     template = tokenizer.chat_template
     facts = {
         "class": type(tokenizer).__name__,
-        "model": model,
+        "model": hashlib.sha256(repr(model).encode()).hexdigest(),  # as JSON it would take 5 times as long
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": template,
         "versions": [transformers.__version__, tokenizers.__version__],
