@@ -44,6 +44,7 @@ CONTEXT.set_forkserver_preload(
         "strop.workers.critic",
         "strop.workers.policy",
         "strop.workers.reward_model",
+        "strop.workers.supervised",
     ]
 )
 Target = Callable[..., Any] | Sequence[str]

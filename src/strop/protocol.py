@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+
+from strop.lazy_torch import Tensor, torch
 
 RowIndex = slice | Sequence[int] | Tensor | np.ndarray
 
@@ -39,7 +38,7 @@ class TensorColumns(dict[str, Tensor]):
 
     def __setitem__(self, name: str, column: Any) -> None:
         # the output of a reward manager stands for its scores
-        scores = column if isinstance(column, Tensor) else getattr(column, "token_level_scores", column)
+        scores = column if torch.is_tensor(column) else getattr(column, "token_level_scores", column)
         super().__setitem__(name, scores)
 
 
@@ -90,7 +89,7 @@ class DataProto:
         """Build from one mapping of columns: tensors, and objects. A ``DataProto`` is returned as it is."""
         if isinstance(data, DataProto):
             return data
-        tensors = {name: column for name, column in data.items() if isinstance(column, Tensor)}
+        tensors = {name: column for name, column in data.items() if torch.is_tensor(column)}
         objects = {name: column for name, column in data.items() if name not in tensors}
         return cls.from_dict(tensors, objects, meta_info)
 
@@ -236,7 +235,9 @@ class DataProto:
             raise ValueError(f"DataProto: {len(self)} rows do not divide into parts of {mini_batch_size}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers: Any = range(len(self))
-        loader = DataLoader(numbers, mini_batch_size, generator=generator, **(dataloader_kwargs or {}))
+        loader = torch.utils.data.DataLoader(
+            numbers, mini_batch_size, generator=generator, **(dataloader_kwargs or {})
+        )
         return (self[rows] for _ in range(epochs) for rows in loader)
 
     @staticmethod

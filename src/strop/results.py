@@ -106,7 +106,8 @@ class Run:
 
     def model(self) -> tuple[Any, Any]:
         """Return the trained model, on the CPU, and its tokenizer, as transformers loads them."""
-        from strop.models.loader import load_causal_lm, load_tokenizer
+        from strop.models.folder import load_tokenizer
+        from strop.models.loader import load_causal_lm
 
         return load_causal_lm(self.model_path), load_tokenizer(self.model_path)
 

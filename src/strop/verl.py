@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from strop.algorithms import kl, policy_loss
 from strop.algorithms.advantages import estimate, get_estimator
 from strop.algorithms.aggregation import masked_mean, masked_sum
 from strop.data.build import build_loaders
 from strop.data.loader import PromptLoader
 from strop.errors import ConfigError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 
 

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from strop.config.load import load_config
-from strop.engines.base import EngineSpec, ModelSpec, engine_class, pick_device, weights_hash
+from strop.engines.base import EngineSpec, ModelSpec, engine_class, weights_hash
+from strop.engines.device import pick_device
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import ConfigError

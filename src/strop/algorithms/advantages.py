@@ -26,9 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from strop.algorithms import aggregation
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.registry import (
@@ -39,6 +36,7 @@ from strop.algorithms.registry import (
     required_parameters,
     resolve,
 )
+from strop.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,7 +124,6 @@ def needs(estimator: Estimator) -> frozenset[str]:
     return required_parameters(estimator)
 
 
-@torch.no_grad()
 def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -> tuple[Tensor, Tensor]:
     """Call the estimator with the inputs that it has parameters for, without gradients.
 
@@ -135,9 +132,10 @@ def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -
         ValueError: the result is not two tensors of the response mask's shape.
     """
     present = {name: value for name, value in available.items() if value is not None}
-    result = call(estimator, {**present, "response_mask": response_mask})
+    with torch.no_grad():
+        result = call(estimator, {**present, "response_mask": response_mask})
     parts = result if isinstance(result, tuple) else (result,)
-    found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    found = [tuple(part.shape) if torch.is_tensor(part) else type(part).__name__ for part in parts]
     expected = tuple(response_mask.shape)
     if found != [expected, expected]:
         raise ValueError(

@@ -9,10 +9,8 @@ micro-batches' means would change with the split.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from strop.errors import ConfigError
+from strop.lazy_torch import Tensor, torch
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:

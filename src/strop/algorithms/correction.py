@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.aggregation import log_ratio, masked_mean, masked_sum, zero_masked
 from strop.algorithms.kl import k3
+from strop.lazy_torch import Tensor, torch
 
 
-@torch.no_grad()
 def rollout_is_weights(
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
@@ -45,16 +42,17 @@ def rollout_is_weights(
             arXiv:2510.18855).
         threshold_low: lower bound of ``mask``; None: none.
     """
-    d_BT = zero_masked(log_ratio(old_log_prob, rollout_log_prob), response_mask)
-    if level == "sequence":
-        # summed before the clamp: the bound is one on the sequence's ratio, not on its tokens'
-        d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
-    weights_BT = d_BT.clamp(-20, 20).exp()
-    if mode == "truncate":
-        return zero_masked(weights_BT.clamp(max=threshold), response_mask)
-    # a weight of 0 leaves the token in the loss's denominator, as in IcePop; verl's rollout_rs does not
-    within_BT = (weights_BT <= threshold) & (weights_BT >= (threshold_low or 0.0))
-    return zero_masked(weights_BT, response_mask * within_BT)
+    with torch.no_grad():
+        d_BT = zero_masked(log_ratio(old_log_prob, rollout_log_prob), response_mask)
+        if level == "sequence":
+            # summed before the clamp: the bound is one on the sequence's ratio, not on its tokens'
+            d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
+        weights_BT = d_BT.clamp(-20, 20).exp()
+        if mode == "truncate":
+            return zero_masked(weights_BT.clamp(max=threshold), response_mask)
+        # a weight of 0 leaves the token in the loss's denominator, as in IcePop; verl's rollout_rs does not
+        within_BT = (weights_BT <= threshold) & (weights_BT >= (threshold_low or 0.0))
+        return zero_masked(weights_BT, response_mask * within_BT)
 
 
 class RolloutStatistics(NamedTuple):
@@ -70,7 +68,6 @@ class RolloutStatistics(NamedTuple):
     """(sum w)^2 / (N sum w^2), w = exp(d) per token: 1 if both agree, 1/N if one token outweighs all"""
 
 
-@torch.no_grad()
 def rollout_statistics(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> RolloutStatistics:
@@ -79,17 +76,20 @@ def rollout_statistics(
     d is clamped to +-20. The effective sample size is that of Kish, 1965, as a fraction of the tokens.
     Without tokens, the result is 0, 0, 0, 1.
     """
-    old_BT = zero_masked(old_log_prob, response_mask)
-    rollout_BT = zero_masked(rollout_log_prob, response_mask)
-    difference_BT = (old_BT.exp() - rollout_BT.exp()).abs()
-    d_BT = log_ratio(old_BT, rollout_BT).clamp(-20, 20)
-    weight_BT = d_BT.exp().double()  # squares of exp(20), summed
-    total = masked_sum(weight_BT, response_mask)
-    total_of_squares = masked_sum(weight_BT.square(), response_mask)
-    n_tokens = int(response_mask.bool().sum())
-    return RolloutStatistics(
-        probs_diff_mean=masked_mean(difference_BT, response_mask).item(),
-        probs_diff_max=difference_BT.max().item(),
-        kl=masked_mean(k3(-d_BT), response_mask).item(),
-        effective_sample_size=(total.square() / (n_tokens * total_of_squares)).item() if n_tokens else 1.0,
-    )
+    with torch.no_grad():
+        old_BT = zero_masked(old_log_prob, response_mask)
+        rollout_BT = zero_masked(rollout_log_prob, response_mask)
+        difference_BT = (old_BT.exp() - rollout_BT.exp()).abs()
+        d_BT = log_ratio(old_BT, rollout_BT).clamp(-20, 20)
+        weight_BT = d_BT.exp().double()  # squares of exp(20), summed
+        total = masked_sum(weight_BT, response_mask)
+        total_of_squares = masked_sum(weight_BT.square(), response_mask)
+        n_tokens = int(response_mask.bool().sum())
+        return RolloutStatistics(
+            probs_diff_mean=masked_mean(difference_BT, response_mask).item(),
+            probs_diff_max=difference_BT.max().item(),
+            kl=masked_mean(k3(-d_BT), response_mask).item(),
+            effective_sample_size=(total.square() / (n_tokens * total_of_squares)).item()
+            if n_tokens
+            else 1.0,
+        )

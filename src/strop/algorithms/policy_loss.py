@@ -25,13 +25,11 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.algorithms.kl import k3
 from strop.algorithms.registry import register, require_parameters, resolve
 from strop.errors import ConfigError
+from strop.lazy_torch import Tensor, torch
 
 
 class PolicyLoss(NamedTuple):

@@ -20,17 +20,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
-
 from strop.algorithms.registry import accepted, register, require_parameters, required_parameters, resolve
 from strop.errors import ConfigError
+from strop.lazy_torch import Tensor, torch
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
     """Return -log sigmoid(chosen - rejected) [B] (Bradley & Terry 1952)."""
-    return softplus(rejected_B - chosen_B)
+    return torch.nn.functional.softplus(rejected_B - chosen_B)
 
 
 def centering_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
@@ -146,7 +143,8 @@ def dpo(
     chosen_B = beta * (chosen_log_prob - ref_chosen_log_prob)
     rejected_B = beta * (rejected_log_prob - ref_rejected_log_prob)
     margin_B = chosen_B - rejected_B
-    loss_B = -(1 - label_smoothing) * logsigmoid(margin_B) - label_smoothing * logsigmoid(-margin_B)
+    log_sigmoid = torch.nn.functional.logsigmoid
+    loss_B = -(1 - label_smoothing) * log_sigmoid(margin_B) - label_smoothing * log_sigmoid(-margin_B)
     return _result(loss_B, chosen_B, rejected_B)
 
 
@@ -221,7 +219,7 @@ def simpo(
     """
     chosen_B = beta * chosen_log_prob / chosen_length
     rejected_B = beta * rejected_log_prob / rejected_length
-    return _result(-logsigmoid(chosen_B - rejected_B - gamma), chosen_B, rejected_B)
+    return _result(-torch.nn.functional.logsigmoid(chosen_B - rejected_B - gamma), chosen_B, rejected_B)
 
 
 @register_preference_loss("orpo")
@@ -240,7 +238,7 @@ def orpo(
     """
     chosen_B, rejected_B = chosen_log_prob / chosen_length, rejected_log_prob / rejected_length
     log_odds_ratio_B = (chosen_B - rejected_B) - (_log1mexp(chosen_B) - _log1mexp(rejected_B))
-    loss_B = -chosen_B - beta * logsigmoid(log_odds_ratio_B)
+    loss_B = -chosen_B - beta * torch.nn.functional.logsigmoid(log_odds_ratio_B)
     return _result(loss_B, beta * chosen_B, beta * rejected_B)
 
 

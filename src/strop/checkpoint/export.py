@@ -25,7 +25,7 @@ from strop.errors import CheckpointError, ConfigError, raised_as
 from strop.manifest import MANIFEST, covering, describe, remedy_of, require_unchanged, write
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm, defer_scorer
-from strop.models.loader import load_tokenizer
+from strop.models.folder import load_tokenizer
 from strop.models.lora import Adapters, LoraSettings, base_of
 from strop.models.source import set_dtype, source_of, write_config, write_tokenizer
 

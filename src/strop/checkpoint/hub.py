@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from strop.checkpoint.export import export
 from strop.checkpoint.folder import (
     has_weights,
     iteration_of,
@@ -166,6 +165,8 @@ def model_of(
     parent = None if is_url(source) else Path(source).parent
     if parent is not None and not parent.is_dir():
         raise CheckpointError(f"{source}: no such folder; name a run folder or a global_step_N folder")
+    from strop.checkpoint.export import export  # torch
+
     with tempfile.TemporaryDirectory(prefix=".upload-", dir=parent) as scratch:
         yield export(source, Path(scratch) / "model", role=role, dtype=dtype), step
 

@@ -204,7 +204,7 @@ class _Rows:
             self._needs_truth = bool({"ground_truth", "ground_truths"} & set(self._custom.own.required))
         self._tokenizer: Any = None
         if arguments.tokenizer is not None:
-            from strop.models.loader import load_tokenizer  # transformers: seconds
+            from strop.models.folder import load_tokenizer  # transformers: seconds
 
             self._tokenizer = load_tokenizer(Path(expand(arguments.tokenizer)))
         self._is_checked = False

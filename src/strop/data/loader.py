@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch.utils.data import BatchSampler
 
 from strop.errors import CheckpointError, DataError
+from strop.lazy_torch import torch
 from strop.protocol import DataProto
 
 
@@ -188,9 +187,9 @@ def lacks_for_resume(sampler: Any) -> list[str]:
     return [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
 
 
-def one_pass(num_rows: int, batch_size: int) -> BatchSampler:
+def one_pass(num_rows: int, batch_size: int) -> list[list[int]]:
     """Return batches of every row once, in order; the last one may be smaller."""
-    return BatchSampler(range(num_rows), batch_size, drop_last=False)
+    return [[*range(num_rows)[start : start + batch_size]] for start in range(0, num_rows, batch_size)]
 
 
 class RowDataset(Protocol):
@@ -214,7 +213,7 @@ class PromptLoader:
     def __init__(
         self,
         dataset: RowDataset,
-        batches: EpochSampler | SampledBatches | BatchSampler,
+        batches: EpochSampler | SampledBatches | list[list[int]],
         collate_fn: Callable[[list[dict[str, Any]]], DataProto],
     ) -> None:
         self.dataset, self.batches, self.collate_fn = dataset, batches, collate_fn

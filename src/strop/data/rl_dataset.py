@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from strop.data.loader import RowDataset
 from strop.data.prompt_table import (
@@ -26,6 +25,7 @@ from strop.data.prompt_table import (
 from strop.data.prompts import AUTO, PromptFormat, encode_raw
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
+from strop.lazy_torch import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,12 +145,17 @@ class RLHFDataset:
         return len(self._rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
+        columns = self.columns(item)
+        return {**columns, "input_ids": torch.from_numpy(columns["input_ids"])}
+
+    def columns(self, item: int) -> dict[str, Any]:
+        """Return a row with ``input_ids`` as an array."""
         row_number = int(self._rows[item])
         columns = self._table.row(row_number)
         prompt, own_tools = columns[self.prompt_key], columns.pop(OWN_TOOLS, None)
         # here, not in the cache of token ids, which serves every limit
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
-        columns["input_ids"] = torch.from_numpy(ids.astype(np.int64))
+        columns["input_ids"] = ids.astype(np.int64)
         source = source_of(self._table.locate(row_number)[0])
         columns["data_source"] = columns.setdefault(self.reward_fn_key, source)
         index = (columns.get("extra_info") or {}).get("index")
@@ -308,13 +313,13 @@ class Subset:
     """The rows ``rows`` of ``dataset``."""
 
     def __init__(self, dataset: RowDataset, rows: Sequence[int]) -> None:
-        self.dataset, self._rows = dataset, rows
+        self.dataset, self.rows = dataset, rows
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.dataset[self._rows[row]]
+        return self.dataset[self.rows[row]]
 
     def data_sources(self) -> set[str]:
         """Return the data sources of the whole ``dataset``."""
@@ -326,11 +331,18 @@ def first_of_each_source(dataset: RowDataset, limit: int) -> Subset:
     taken: Counter[str] = Counter()
     rows = []
     for row in range(len(dataset)):
-        source = dataset[row]["data_source"]
+        source = columns_of(dataset, row)["data_source"]
         taken[source] += 1
         if taken[source] <= limit:
             rows.append(row)
     return Subset(dataset, rows)
+
+
+def columns_of(dataset: RowDataset, row: int) -> dict[str, Any]:
+    """Return a row; of an ``RLHFDataset`` as ``columns`` does, which needs no torch."""
+    while isinstance(dataset, Subset):
+        dataset, row = dataset.dataset, dataset.rows[row]
+    return dataset.columns(row) if isinstance(dataset, RLHFDataset) else dataset[row]
 
 
 def all_rows(dataset: RowDataset) -> RowDataset:

@@ -1,7 +1,7 @@
 """Interface between a role (actor, critic, reference, reward model) and the back-end that runs its model.
 
 ``ModelSpec`` and ``EngineSpec`` describe what a worker needs; ``engine_class`` finds the ``Engine`` that is
-built from them. Also here: device choice, the learning-rate schedule, and the hash of a model's weights.
+built from them. Also here: the learning-rate schedule, and the hash of a model's weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.config.backends import ENGINES
 from strop.engines.micro_batches import MicroBatching
-from strop.errors import ConfigError, raised_as
+from strop.errors import ConfigError
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
 
@@ -214,26 +214,6 @@ def engine_class(strategy: str) -> type[Engine]:
     if strategy not in ENGINES:
         raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
     return ENGINES[strategy].load(ENGINES[strategy].engine)
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of ``trainer.device``; ``auto`` is a GPU if there is one.
-
-    Raises ``ConfigError`` for ``cuda`` without a GPU.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda: torch finds no GPU; expected auto or cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def require_gpu(strategy: str) -> None:
-    """Raise ``ConfigError`` for an engine that computes on GPUs only, if torch finds none."""
-    if ENGINES[strategy].needs_gpu:
-        what = f"strategy={strategy}: it runs on GPUs only, and torch finds none"
-        with raised_as(ConfigError, what, RuntimeError, AssertionError, remedy="set strategy=fsdp"):
-            torch.cuda.current_device()
 
 
 def learning_rate_factor(

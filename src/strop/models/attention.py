@@ -4,8 +4,7 @@
 and ``sdpa`` by a single call of torch's flash-attention on a GPU in 16 bits; the package flash-attn takes the
 lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
 ``WholeSequences`` attends in rows with shared prompts (``strop.models.passes.shared_prompts``).
-``portable_attention`` is for padded passes that run everywhere. ``attention_for`` selects the back-end with
-which a model is loaded.
+``portable_attention`` is for padded passes that run everywhere.
 
 Shapes: N tokens of the packed row, S sequences of one length K (a run) with T queries each, M queries or keys
 of all runs, Q query heads, G key-value heads, A of either, D head size; B padded rows of L columns.
@@ -15,18 +14,19 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from strop.errors import ConfigError, ModelError
+from strop.errors import ModelError
 from strop.models.flex_attention import FLEX, PACKED_FLEX
+from strop.models.folder import config_parts, score_cap
 from strop.models.passes.micro_batch import send
 from strop.models.passes.shared_prompts import SharedPrompts, copies_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
@@ -44,43 +44,6 @@ _PACKED_EAGER = "strop_packed_eager"
 
 AttendOnce = Callable[..., Tensor]
 """Attention of sequences of one length, with the arguments and result of ``attend``."""
-
-
-def config_parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yield a configuration and the configurations inside it, such as ``text_config``."""
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PretrainedConfig):
-            yield from config_parts(part)
-
-
-def score_cap(config: PretrainedConfig) -> float | None:
-    """Return the soft cap of attention scores (Gemma 2, VaultGemma), or None."""
-    caps = (getattr(part, "attn_logit_softcapping", None) for part in config_parts(config))
-    return next((cap for cap in caps if cap), None)
-
-
-def attention_for(
-    config: PretrainedConfig, requested: str | None, *, key: str = "model.attn_implementation"
-) -> str | None:
-    """Return the attention back-end to load a model with; None: transformers' choice.
-
-    transformers prefers ``sdpa`` and ignores that it has no soft cap; a model with one gets ``eager``.
-    Families with attention sinks support no ``sdpa``, so transformers' choice is right for them.
-
-    Raises ``ConfigError``, which names ``key``, if ``sdpa`` is requested for a model with a soft cap.
-    """
-    cap = score_cap(config)
-    if cap is None:
-        return requested
-    if requested == "sdpa":
-        raise ConfigError(
-            f"{key}=sdpa: this {config.model_type} model caps its attention scores "
-            f"(attn_logit_softcapping={cap}), and sdpa does not; set {key} to null or eager, or on a GPU to "
-            "flash_attention_2"
-        )
-    return requested or "eager"
 
 
 class Sequences:

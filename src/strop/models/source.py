@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from strop.models.attention import config_parts
+from strop.models.folder import config_parts, is_dropout
 from strop.models.transformers_private import save_custom_code
 
 _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
@@ -59,11 +59,6 @@ class Source:
         now, before = (json.loads(part.to_json_string(use_diff=False)) for part in (found, self.config))
         kept = {key: value for key, value in self.values.items() if key in now or key not in before}
         return kept | {key: value for key, value in now.items() if key not in before or value != before[key]}
-
-
-def is_dropout(key: str, value: Any) -> bool:
-    """Return True for an entry of a configuration that is a probability of dropout."""
-    return isinstance(value, float) and ("dropout" in key or key.endswith("drop"))
 
 
 def _dtype_of_weights(folder: Path) -> torch.dtype:

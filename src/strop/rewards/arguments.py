@@ -479,7 +479,7 @@ class SampleValues:
         if name is None or "attention_mask" not in tensors:
             return []
         ids_P = tensors[name][prompt]
-        return ids_P[tensors["attention_mask"][prompt, : len(ids_P)].bool()].tolist()
+        return ids_P[tensors["attention_mask"][prompt, : len(ids_P)] != 0].tolist()
 
 
 def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from strop.errors import ConfigError
+from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 from strop.rewards.reward_output import RewardOutput
 from strop.rewards.scorer import Outcome

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from strop.columns import ENDED_BY
 from strop.errors import RewardError
+from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 from strop.rewards.arguments import Played, Sample
 from strop.rewards.base import PendingReward

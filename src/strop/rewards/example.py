@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from strop.config.schema.reward import RewardModelConfig
@@ -154,9 +154,9 @@ def _answers(
 
 
 def score_first_row(
-    settings: RewardModelConfig, reward_fn: Reward, loader: Any, *, n: int, is_check: bool
+    settings: RewardModelConfig, reward_fn: Reward, rows: Iterable[dict[str, Any]], *, n: int, is_check: bool
 ) -> tuple[Example | None, str]:
-    """Score the first row of ``loader`` as a model may answer; see ``example_of``.
+    """Score the first of ``rows``, with ``input_ids`` as an array, as a model may answer; see ``example_of``.
 
     Returns its scores, None if nothing scores it, and a warning, or "". ``n`` and ``is_check`` are those of
     ``Reward.score_example``.
@@ -165,10 +165,13 @@ def score_first_row(
         RewardError: the user's function fails for two rows, whatever the response.
     """
     failure = ""
-    for row, name in zip(range(len(loader.dataset)), _TRIED, strict=False):
-        prompts = loader.collate_fn([loader.dataset[row]])
+    for row, (columns, name) in enumerate(zip(rows, _TRIED, strict=False)):
+        ids_BP = columns["input_ids"][None]
+        objects = {key: [value] for key, value in columns.items() if key != "input_ids"}
         found = reward_fn.score_example(
-            prompts.union(DataProto.from_dict(non_tensors={"uid": [f"0-{row}"]})),
+            DataProto.from_dict(
+                {"input_ids": ids_BP, "attention_mask": ids_BP == ids_BP}, {**objects, "uid": [f"0-{row}"]}
+            ),
             n=n,
             has_reward_model=settings.enable,
             is_check=is_check,

@@ -12,9 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.registry import name_of, resolve
 from strop.config.reward_parts import (
@@ -30,6 +27,7 @@ from strop.config.reward_parts import (
     read_parts,
 )
 from strop.errors import ConfigError, RewardError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import (
     SAMPLE_NAMES,

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from strop.columns import ENDED_BY
 from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import Sample
 from strop.rewards.scorer import Outcome, recorded
@@ -96,7 +94,7 @@ def _plain_output(result: Any, errors: list[str]) -> RewardOutput:
     scores, extra = result, {}
     if isinstance(result, Mapping):
         scores, extra = result.get("reward_tensor"), result.get("reward_extra_info") or {}
-    if not isinstance(scores, Tensor):
+    if not torch.is_tensor(scores):
         raise RewardError(
             f"the reward function of the whole batch returned {result!r:.200}: expected a RewardOutput, "
             'a tensor of scores, [B] or [B, T], or a dict with one as "reward_tensor"'

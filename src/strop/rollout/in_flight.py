@@ -20,11 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, DataError, TrainingError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of

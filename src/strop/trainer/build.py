@@ -27,16 +27,21 @@ from strop.data.fetch import local_path
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
 from strop.data.prompts import encode_prompts, encode_responses
-from strop.data.rl_dataset import RLHFDataset, all_rows
+from strop.data.rl_dataset import RLHFDataset, all_rows, columns_of
 from strop.data.sources import Rows
 from strop.data.template_check import require_end
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.engines.base import pick_device, require_gpu
+from strop.engines.device import pick_device, require_gpu
 from strop.environments.loading import Environments, load_environments
 from strop.errors import Attempts, DataError, ModelError, raised_as
 from strop.manifest import covering, remedy_of, require_unchanged
-from strop.models.attention import attention_for, score_cap
-from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
+from strop.models.folder import (
+    attention_for,
+    import_external_lib,
+    load_model_config,
+    load_tokenizer,
+    score_cap,
+)
 from strop.rewards.base import Example, Reward
 from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
@@ -45,9 +50,7 @@ from strop.rollout.turn_format import TurnFormat
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
-from strop.workers.critic import CriticWorker
-from strop.workers.policy import ActorRolloutRefWorker
-from strop.workers.reward_model import REWRITE, RewardModelWorker, require_same_vocabulary
+from strop.workers.vocabulary import REWRITE, require_same_vocabulary
 
 logger = logging.getLogger("strop")
 
@@ -193,15 +196,17 @@ def fetch_tokenizer(
 ) -> Any:
     """Prepare this process for a run, download what is on the hub, and return the tokenizer of ``model``.
 
-    ``weights=False`` leaves the weights of ``models`` on the hub; processes on Ray fetch their own.
+    ``weights=False``, of a check, leaves the weights of ``models`` on the hub, and random generators as they
+    are; processes on Ray fetch their own.
     Raises ``CheckpointError`` if the tokenizer is of an exported model and has changed since.
     """
-    seed_global_generators(config.trainer.seed)
+    if weights:
+        seed_global_generators(config.trainer.seed)
     import_external_lib(model.external_lib)
     if not uses_gpu(config):
         require_gpu(config.strategy_of("model"))
-    if not runs_on_ray(config):
-        pick_device(config.trainer.device)  # raises for a GPU that this process lacks
+    if config.trainer.device == "cuda" and not runs_on_ray(config):
+        pick_device("cuda")  # raises for a GPU that this process lacks
     cache_dir, weights = config.data.cache_dir, weights and not runs_on_ray(config)
     require_from_hub(models=models, tokenizers=tokenizers, cache_dir=cache_dir, weights=weights)
     folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)
@@ -263,10 +268,10 @@ def build_trainer(
         attempt(lambda name=name: resolve_tracker(name))
 
     policy = (Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy, Role.ActorRolloutRef)
-    role_worker_mapping: dict[Any, type] = {
-        **dict.fromkeys(policy, ActorRolloutRefWorker),
-        Role.Critic: CriticWorker,
-        Role.RewardModel: RewardModelWorker,
+    role_worker_mapping: dict[Any, type | str] = {
+        **dict.fromkeys(policy, "strop.workers.policy:ActorRolloutRefWorker"),
+        Role.Critic: "strop.workers.critic:CriticWorker",
+        Role.RewardModel: "strop.workers.reward_model:RewardModelWorker",
     }
     placement = Placement.from_config(config)
     resource_pool_manager = ResourcePoolManager(
@@ -341,7 +346,8 @@ def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[Exampl
     reward_fn, loader, n = trainer.reward_fn, trainer.train_loader, sampling.n
     if config.trainer.val_only:
         reward_fn, loader, n = trainer.val_reward_fn, trainer.val_loader, sampling.val_kwargs.n
-    return score_first_row(config.reward_model, reward_fn, loader, n=n, is_check=is_check)
+    rows = (columns_of(loader.dataset, row) for row in range(len(loader.dataset)))
+    return score_first_row(config.reward_model, reward_fn, rows, n=n, is_check=is_check)
 
 
 def report_reward(trainer: RayPPOTrainer) -> None:
@@ -382,9 +388,9 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
                 dataset.require_sources()
             raise
         if len(dataset):
-            reward_fn.require_columns(dataset[0].keys() - {"input_ids"})
+            reward_fn.require_columns(columns_of(dataset, 0).keys() - {"input_ids"})
             reward_fn.warn_without_ground_truths(
-                dataset[row] for row in range(min(len(dataset), _ROWS_WITH_ANSWERS))
+                columns_of(dataset, row) for row in range(min(len(dataset), _ROWS_WITH_ANSWERS))
             )
         if isinstance(dataset, RLHFDataset):
             by_rule = {source for source in sources if reward_fn.is_built_in(source)}

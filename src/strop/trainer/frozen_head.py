@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from strop.data.hub import local_tokenizer
 from strop.errors import ModelError
-from strop.models.frozen_head import frozen_head
+from strop.lazy_torch import torch
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +24,8 @@ def warn_of_frozen_head(key: str, model: Any, tokenizer: Any, dataset: Any, data
     """
     if not model.lora_rank or model.lora_adapter_path is not None:
         return
+    from strop.models.frozen_head import frozen_head
+
     try:
         found = frozen_head(
             # with the weights, where they are on this machine: on Ray only the workers need them
@@ -57,7 +57,7 @@ def first_tokens(dataset: Any, tokenizer: Any) -> list[int]:
 def _answer(row: Mapping[str, Any], tokenizer: Any) -> Iterable[int]:
     """Return the ids of a row's given answer, or of its ground truth where that is a text."""
     given, rewards = row.get("response", row.get("chosen")), row.get("reward_model")
-    if isinstance(given, Tensor):  # a file of prompts may have text under these names
+    if torch.is_tensor(given):  # a file of prompts may have text under these names
         return given.tolist()
     truth = rewards.get("ground_truth") if isinstance(rewards, Mapping) else None
     return tokenizer.encode(truth, add_special_tokens=False) if isinstance(truth, str) else ()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.aggregation import masked_sum
 from strop.config.schema.root import FilterGroupsConfig
 from strop.errors import RewardError, TrainingError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.scores import Samples, with_equal_columns

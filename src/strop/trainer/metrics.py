@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from strop.algorithms.advantages import group_statistics
 from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
 from strop.columns import ENDED_BY
+from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 
 _CLOCK = time.time() - time.perf_counter()

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
@@ -31,6 +29,7 @@ from strop.config.roles import (
 from strop.config.schema import Config
 from strop.controller.group import Future
 from strop.files import crash_point
+from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
 from strop.rewards.reward_output import ScoreCheck

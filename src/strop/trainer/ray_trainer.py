@@ -12,6 +12,7 @@ from typing import Any
 from strop.algorithms.advantages import get_estimator, needs
 from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
+from strop.config.backends import load_backend
 from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import reference_is_the_actor, uses_reference
@@ -54,10 +55,10 @@ class RayPPOTrainer(VerlNames):
     Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 
     Args:
-        role_worker_mapping: the worker class of each role, or ``ray.remote`` of it (resources are those of
-            the role's pool). Keys other than ``Role`` (strings, or members of another enum) are roles of
-            one's own: their groups are built with the others, get the calls that the subclass makes, and are
-            ``groups[name]``. See ``strop docs own_algorithm``.
+        role_worker_mapping: the worker class of each role, its import path (``module:class``), or
+            ``ray.remote`` of it (resources are those of the role's pool). Keys other than ``Role`` (strings,
+            or members of another enum) are roles of one's own: their groups are built with the others, get
+            the calls that the subclass makes, and are ``groups[name]``. See ``strop docs own_algorithm``.
         resource_pool_manager: where each role lives. A role that the run needs and that one of the two lacks
             is a ``ConfigError``.
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
@@ -87,7 +88,7 @@ class RayPPOTrainer(VerlNames):
         self,
         config: Config | Mapping[str, Any],
         tokenizer: Any,
-        role_worker_mapping: Mapping[Any, type],
+        role_worker_mapping: Mapping[Any, type | str],
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type,
         reward_fn: Callable[[DataProto], Any],
@@ -242,8 +243,9 @@ class RayPPOTrainer(VerlNames):
         return list(needed)
 
     def _group(self, role: Any) -> Any:
+        worker = self.role_worker_mapping[role]
         return self.worker_group_cls(
-            worker_cls=self.role_worker_mapping[role],
+            worker_cls=load_backend(worker) if isinstance(worker, str) else worker,
             init_kwargs={"config": self.config, "role": role},
             resource_pool=self.resource_pool_manager.pool_of(role),
             name=name_of(role),

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from strop.algorithms.aggregation import masked_sum
 from strop.columns import REWARD_TEXT
 from strop.controller.group import Future
 from strop.errors import TrainingError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.base import Reward, as_reward
 from strop.rewards.reward_output import RewardOutput, ScoreCheck, model_scores

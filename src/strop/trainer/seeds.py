@@ -10,8 +10,8 @@ import random
 import zlib
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from strop.lazy_torch import Tensor, torch
 
 
 def stream(seed: int, name: str, *position: int) -> np.random.SeedSequence:

@@ -34,9 +34,9 @@ from strop.engines.base import (
     OptimizerSettings,
     engine_class,
     learning_rate_factor,
-    pick_device,
     weights_hash,
 )
+from strop.engines.device import pick_device
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.manifest import (
@@ -49,7 +49,7 @@ from strop.manifest import (
     require_unchanged,
     write,
 )
-from strop.models.loader import import_external_lib, load_tokenizer
+from strop.models.folder import import_external_lib, load_tokenizer
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
 from strop.workers.memory import PEAKS, keep_freed_memory, prefer_expandable_segments

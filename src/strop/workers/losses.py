@@ -6,18 +6,25 @@ Shapes: B sequences of a micro-batch, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum, zero_masked
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import kl_penalty
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss, value_loss
+from strop.algorithms.preference import (
+    PreferenceLoss,
+    PreferenceLossFunction,
+    get_preference_loss,
+    pairwise_accuracy,
+)
 from strop.algorithms.registry import call
-from strop.engines.base import Loss
+from strop.config.schema.supervised import PreferenceUpdateConfig
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
+
+if TYPE_CHECKING:
+    from strop.engines.base import Loss
 
 _ROW = "row"
 
@@ -110,14 +117,14 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
     return objective
 
 
-@torch.no_grad()
 def _ratio_excess(log_prob_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return exp(new - old) - 1, float64, 0 where the mask is 0; exponents are clamped to +-20.
 
     Without the 1 its squares keep the digits from which a variance over several steps is computed.
     """
-    k_BT = log_ratio(zero_masked(log_prob_BT, mask_BT), zero_masked(old_log_probs_BT, mask_BT))
-    return k_BT.double().clamp(-20, 20).expm1()
+    with torch.no_grad():
+        k_BT = log_ratio(zero_masked(log_prob_BT, mask_BT), zero_masked(old_log_probs_BT, mask_BT))
+        return k_BT.double().clamp(-20, 20).expm1()
 
 
 def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
@@ -187,3 +194,22 @@ def critic_objective(critic: Any, *, n_tokens: float, n_seqs: float, max_respons
         }
 
     return objective
+
+
+def preference_loss(update: PreferenceUpdateConfig) -> PreferenceLossFunction:
+    """Return the preference loss with its settings; ``ConfigError`` if it cannot be used."""
+    settings = {name: getattr(update, name) for name in ("beta", "label_smoothing", "gamma")}
+    return get_preference_loss(update.loss, settings, update.loss_kwargs)
+
+
+def pair_figures(found: PreferenceLoss, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the figures [B] of which means over pairs are metrics, by the metrics' names."""
+    margin_B = found.chosen_reward_B - found.rejected_reward_B
+    return {
+        "rewards/chosen": found.chosen_reward_B,
+        "rewards/rejected": found.rejected_reward_B,
+        "rewards/margin": margin_B,
+        "rewards/accuracy": pairwise_accuracy(margin_B),
+        "logps/chosen": columns["chosen_log_prob"],
+        "logps/rejected": columns["rejected_log_prob"],
+    }

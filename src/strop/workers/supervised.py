@@ -15,11 +15,9 @@ from torch import Tensor
 from strop.algorithms.aggregation import masked_sum
 from strop.algorithms.preference import (
     REFERENCE_INPUTS,
-    PreferenceLoss,
     PreferenceLossFunction,
     bradley_terry_loss,
     centering_loss,
-    get_preference_loss,
     pairwise_accuracy,
 )
 from strop.algorithms.registry import call
@@ -29,7 +27,6 @@ from strop.config.checks.supervised import Supervised
 from strop.config.keys import value_at
 from strop.config.schema.supervised import (
     PreferenceConfig,
-    PreferenceUpdateConfig,
     RewardModellingConfig,
     SftConfig,
 )
@@ -39,6 +36,7 @@ from strop.engines.micro_batches import MicroBatching
 from strop.models.scorer import REWARD_MEAN, REWARD_STD
 from strop.protocol import DataProto
 from strop.workers.base import Worker
+from strop.workers.losses import pair_figures, preference_loss
 from strop.workers.memory import phase
 
 
@@ -223,12 +221,6 @@ class PreferenceWorker(SupervisedWorker[PreferenceConfig]):
             return self.weights_hash()
 
 
-def preference_loss(update: PreferenceUpdateConfig) -> PreferenceLossFunction:
-    """Return the preference loss with its settings; ``ConfigError`` if it cannot be used."""
-    settings = {name: getattr(update, name) for name in ("beta", "label_smoothing", "gamma")}
-    return get_preference_loss(update.loss, settings, update.loss_kwargs)
-
-
 def preference_objective(
     preference_loss: PreferenceLossFunction, *, n_pairs: float, n_tokens: float, nll_coef: float
 ) -> Loss:
@@ -258,16 +250,3 @@ def preference_objective(
         return loss, {"nll": nll, **{name: figure_B.sum() / n_pairs for name, figure_B in by_pair.items()}}
 
     return objective
-
-
-def pair_figures(found: PreferenceLoss, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the figures [B] of which means over pairs are metrics, by the metrics' names."""
-    margin_B = found.chosen_reward_B - found.rejected_reward_B
-    return {
-        "rewards/chosen": found.chosen_reward_B,
-        "rewards/rejected": found.rejected_reward_B,
-        "rewards/margin": margin_B,
-        "rewards/accuracy": pairwise_accuracy(margin_B),
-        "logps/chosen": columns["chosen_log_prob"],
-        "logps/rejected": columns["rejected_log_prob"],
-    }

@@ -138,6 +138,7 @@ class Section(BaseModel):
     """One part of the configuration tree: typed, read-only, and closed to unknown keys."""
 
     model_config = ConfigDict(
+        defer_build=True,
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as parallel_random
 
-from strop.engines.base import require_gpu
+from strop.engines.device import require_gpu
 from strop.engines.megatron.settings import ParallelSettings
 from strop.errors import ConfigError
 

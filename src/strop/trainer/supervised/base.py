@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic
 
 from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import Checkpoints
+from strop.config.backends import load_backend
 from strop.config.checks.check import check
 from strop.config.checks.supervised import OptimizerSteps, Supervised, few_steps
 from strop.config.placement import GLOBAL_POOL, pools_of
@@ -49,7 +50,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     Subclasses define the worker that holds the model, the batches and the metrics.
     """
 
-    worker_cls: ClassVar[type]
+    worker: ClassVar[str]
+    """Import path of the class that holds the model."""
     trains_policy: ClassVar[bool] = True
     """Its model is a language model."""
     role: ClassVar[Role]
@@ -192,7 +194,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             dataset = self.train_loader.dataset
             warn_of_frozen_head("model", self.config.model, self.tokenizer, dataset, self.config.data)
         self.group = self._group_cls(
-            worker_cls=self.worker_cls,
+            worker_cls=load_backend(self.worker),
             init_kwargs={"config": self.config, "role": self.role},
             resource_pool=self._pool,
             name=self.role.name,

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from strop.algorithms.preference import REFERENCE_INPUTS, needs_reference
 from strop.algorithms.registry import call
@@ -23,10 +21,11 @@ from strop.controller.pools import Role
 from strop.data.loader import PromptLoader
 from strop.data.rl_dataset import Subset
 from strop.errors import CheckpointError
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.trainer.supervised.reference import FOLDER, Reference, complete, load, rows_hash
 from strop.trainer.supervised.reward_model import PairTrainer, means_by_source
-from strop.workers.supervised import PreferenceWorker, pair_figures, preference_loss
+from strop.workers.losses import pair_figures, preference_loss
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ _REPORT_EVERY_S = 60.0
 class PreferenceTrainer(PairTrainer[PreferenceConfig]):
     """``strop dpo``: raises the probability of chosen answers over that of rejected ones."""
 
-    worker_cls: ClassVar[type] = PreferenceWorker
+    worker: ClassVar[str] = "strop.workers.supervised:PreferenceWorker"
     role: ClassVar[Role] = Role.Actor
     group_name: ClassVar[str] = "actor"
 

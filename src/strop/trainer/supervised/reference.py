@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.answers import AnsweredDataset
 from strop.files import atomic_path
+from strop.lazy_torch import Tensor, torch
 from strop.manifest import digest_of_arrays
 
 logger = logging.getLogger(__name__)
@@ -46,6 +44,8 @@ class Reference(NamedTuple):
         """Write the file, replacing an earlier one in one step."""
         with atomic_path(path) as temporary:
             content = {"model": self.model, "rows": self.rows, "digest": _digest(self.columns)}
+            from safetensors.torch import save_file
+
             save_file(self.columns, temporary, metadata=content)
 
 

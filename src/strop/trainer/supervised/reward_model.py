@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.checks.supervised import Pairs
@@ -18,10 +16,10 @@ from strop.config.schema.supervised import RewardModellingConfig
 from strop.controller.pools import Role
 from strop.data.answers import pair_batch
 from strop.data.loader import PromptLoader
+from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair
 from strop.trainer.supervised.base import SupervisedTrainer
-from strop.workers.supervised import RewardModellingWorker
 
 
 class PairTrainer(SupervisedTrainer[Pairs]):
@@ -68,7 +66,7 @@ class PairTrainer(SupervisedTrainer[Pairs]):
 class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
     """``strop train-rm``: fits a Bradley-Terry model to pairs (Stiennon et al. 2020)."""
 
-    worker_cls: ClassVar[type] = RewardModellingWorker
+    worker: ClassVar[str] = "strop.workers.supervised:RewardModellingWorker"
     trains_policy: ClassVar[bool] = False
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"

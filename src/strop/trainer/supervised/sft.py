@@ -12,13 +12,12 @@ from strop.data.answers import response_batch
 from strop.data.loader import PromptLoader
 from strop.protocol import DataProto
 from strop.trainer.supervised.base import SupervisedTrainer
-from strop.workers.supervised import SftWorker
 
 
 class SftTrainer(SupervisedTrainer[SftConfig]):
     """``strop sft``: minimizes the mean negative log-likelihood of response tokens."""
 
-    worker_cls: ClassVar[type] = SftWorker
+    worker: ClassVar[str] = "strop.workers.supervised:SftWorker"
     role: ClassVar[Role] = Role.Actor
     group_name: ClassVar[str] = "actor"
     collate: ClassVar[Callable[..., DataProto]] = staticmethod(response_batch)

@@ -1,0 +1,27 @@
+"""Device of a process, and of an engine."""
+
+from __future__ import annotations
+
+from strop.config.backends import ENGINES
+from strop.errors import ConfigError, raised_as
+from strop.lazy_torch import torch
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of ``trainer.device``; ``auto`` is a GPU if there is one.
+
+    Raises ``ConfigError`` for ``cuda`` without a GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: torch finds no GPU; expected auto or cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def require_gpu(strategy: str) -> None:
+    """Raise ``ConfigError`` for an engine that computes on GPUs only, if torch finds none."""
+    if ENGINES[strategy].needs_gpu:
+        what = f"strategy={strategy}: it runs on GPUs only, and torch finds none"
+        with raised_as(ConfigError, what, RuntimeError, AssertionError, remedy="set strategy=fsdp"):
+            torch.cuda.current_device()

@@ -1,0 +1,201 @@
+"""Tokenizers and configurations of Hugging Face folders and GGUF files, without torch.
+
+Configurations have no dropout; tokenizers pad on the left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from strop.config.paths import gguf_files, reason_no_model
+from strop.errors import ConfigError, MissingExtraError, ModelError, did_you_mean, raised_as
+from strop.manifest import require_below
+
+
+def import_external_lib(names: str | list[str] | None) -> None:
+    """Import packages that register a user's models or tokenizers with transformers."""
+    for name in [names] if isinstance(names, str) else names or []:
+        with raised_as(ModelError, f"model.external_lib: cannot import {name!r}", ImportError):
+            importlib.import_module(name)
+
+
+def _files_of(index: Path) -> set[str]:
+    try:
+        return {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return set()  # loading reports what is wrong
+
+
+def locate(path: str | Path) -> dict[str, Any]:
+    """Return the ``from_pretrained`` arguments of a folder, a folder with one GGUF file, or that file.
+
+    ``strop.data.hub`` turns names on the hub into folders. Raises ``ModelError`` if there is nothing to load,
+    ``MissingExtraError`` if a GGUF file needs packages that are not installed.
+    """
+    path = Path(path)
+    if reason := reason_no_model("model.path", path):
+        raise ModelError(reason)
+    if (path / "config.json").is_file():
+        for index in path.glob("*.index.json"):  # transformers joins what any of them names
+            for file in _files_of(index):
+                require_below(file, str(index), ModelError)
+        return {"pretrained_model_name_or_path": str(path)}
+    (file,) = gguf_files(path)
+    for package in ("gguf", "accelerate"):  # transformers reads GGUF with both
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "gguf", f"the GGUF model {file.name}")
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that pads on the left.
+
+    The end token pads where there is no pad token: masks are made from lengths, never from ids.
+    """
+    alone = Path(path) / "tokenizer_config.json"
+    located = {"pretrained_model_name_or_path": str(path)} if alone.is_file() else locate(path)
+    # AutoTokenizer would pick the class of the model type (for Qwen2 with another pre-tokenizer).
+    kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
+    with raised_as(ModelError, f"no tokenizer can be loaded from {path}"):
+        tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
+    _require_vocabulary(tokenizer, path)
+    # prompts end at one column, where the generation of all rows begins
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(f"the tokenizer in {path} has neither a pad token nor an end-of-sequence token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _require_vocabulary(tokenizer: Any, path: str | Path) -> None:
+    """Raise ``ModelError`` for the empty tokenizer that transformers makes of a folder without its files."""
+    special = set(tokenizer.all_special_ids)
+    if len(tokenizer) > len(special):
+        return
+    has_files = any(Path(path).glob("tokenizer*"))
+    found = f"a tokenizer with no more than {sorted(tokenizer.all_special_tokens)}" if has_files else "none"
+    raise ModelError(
+        f"model path {path}: expected tokenizer files (tokenizer.json, with tokenizer_config.json), found "
+        f"{found}; copy the model's files there, or set data.tokenizer to a folder that has them"
+    )
+
+
+def _is_only_its_file(folder: Path) -> bool:
+    """Return True if ``tokenizer.json`` alone defines the folder's tokenizer, and no model-specific class."""
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    try:
+        named = json.loads(settings.read_text()).get("tokenizer_class")
+    except ValueError:  # loading reports what is wrong
+        return False
+    return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+_FURTHER_SIZES = ("num_key_value_heads", "intermediate_size", "head_dim")
+
+
+def read_config(path: str | Path, trust_remote_code: bool) -> PretrainedConfig:
+    with raised_as(ModelError, f"model {path}: its configuration cannot be read"):
+        config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    _require_sizes(config, path)
+    return config
+
+
+def _require_sizes(config: PretrainedConfig, path: str | Path) -> None:
+    """Raise ``ModelError`` for sizes that no model has, and for heads and layers that are not named.
+
+    Transformers would take the defaults of the family. Configurations with parts leave them out on purpose.
+    """
+    text, file = config.get_text_config(decoder=True), Path(path) / "config.json"
+    written = json.loads(file.read_text()) if text is config and file.is_file() else None
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", *_FURTHER_SIZES):
+        value = getattr(text, name, None)
+        names = {name, text.attribute_map.get(name, name)}
+        if written is not None and name.startswith("num_") and name not in _FURTHER_SIZES:
+            is_computed = isinstance(getattr(type(text), name, None), property)
+            if hasattr(text, name) and not is_computed and all(written.get(key) is None for key in names):
+                raise ModelError(f"model {path}: its config.json names no {' or '.join(sorted(names))}")
+        if isinstance(value, int | float | str) and not (isinstance(value, int) and value > 0):
+            raise ModelError(
+                f"model {path}: {name}={value!r} in its config.json; expected a positive integer"
+            )
+
+
+def load_model_config(
+    path: str | Path, *, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """Load the model's configuration with every dropout at 0, then apply ``override_config``.
+
+    Configurations inside it, such as ``text_config``, have their dropouts at 0 as well.
+    """
+    config = read_config(path, trust_remote_code)
+    for part in config_parts(config):
+        for key, value in list(part.to_dict().items()):
+            if is_dropout(key, value):
+                setattr(part, key, 0.0)
+    for key, value in (override_config or {}).items():
+        if not hasattr(config, key) and not trust_remote_code:  # a model's own code may read any key
+            raise ModelError(
+                f"override_config.{key}: the configuration of the model {path} ({type(config).__name__}) has "
+                f"no such key, so it would have no effect{did_you_mean(key, config.to_dict())}"
+            )
+        with raised_as(ModelError, f"override_config.{key}={value!r}: {path} does not take it"):
+            setattr(config, key, value)
+    return config
+
+
+def config_parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield a configuration and the configurations inside it, such as ``text_config``."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            yield from config_parts(part)
+
+
+def is_dropout(key: str, value: Any) -> bool:
+    """Return True for an entry of a configuration that is a probability of dropout."""
+    return isinstance(value, float) and ("dropout" in key or key.endswith("drop"))
+
+
+def score_cap(config: PretrainedConfig) -> float | None:
+    """Return the soft cap of attention scores (Gemma 2, VaultGemma), or None."""
+    caps = (getattr(part, "attn_logit_softcapping", None) for part in config_parts(config))
+    return next((cap for cap in caps if cap), None)
+
+
+def attention_for(
+    config: PretrainedConfig, requested: str | None, *, key: str = "model.attn_implementation"
+) -> str | None:
+    """Return the attention back-end to load a model with; None: transformers' choice.
+
+    transformers prefers ``sdpa`` and ignores that it has no soft cap; a model with one gets ``eager``.
+    Families with attention sinks support no ``sdpa``, so transformers' choice is right for them.
+
+    Raises ``ConfigError``, which names ``key``, if ``sdpa`` is requested for a model with a soft cap.
+    """
+    cap = score_cap(config)
+    if cap is None:
+        return requested
+    if requested == "sdpa":
+        raise ConfigError(
+            f"{key}=sdpa: this {config.model_type} model caps its attention scores "
+            f"(attn_logit_softcapping={cap}), and sdpa does not; set {key} to null or eager, or on a GPU to "
+            "flash_attention_2"
+        )
+    return requested or "eager"
