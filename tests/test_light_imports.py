@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import tiny_model
 
 CHECK = (
     "strop.config.checks.check.check(strop.config.load.load_config(['actor_rollout_ref.rollout.name=hf']))"
@@ -48,3 +51,22 @@ def test_heavy_packages_are_not_imported(modules: str, then: str, heavy: str):
 @pytest.mark.parametrize("module", ["strop.rollout.vllm.keys", "strop.engines.megatron.keys"])
 def test_keys_of_a_back_end_can_be_imported_first(module: str):
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"),
+    [
+        ("{model} {data}/sums.csv --reward {data}/sums_reward.py data.answer_key=answer", "no errors"),
+        ("--command train actor_rollout_ref.model.path={model} data.train_files={data}/sums.csv", "1 error"),
+        ("--command sft {model} {data}/sums.csv data.response_key=answer", "no errors"),
+        ("{model} {data}/none.csv --reward {data}/sums_reward.py", "1 error"),
+    ],
+)
+def test_a_check_runs_without_torch(tmp_path, words: str, verdict: str):
+    tiny_model.save(tmp_path)
+    examples = Path(tiny_model.__file__).parent
+    code = "import sys\nfrom strop.cli.main import main\nmain()\nprint({'torch', 'vllm'} & set(sys.modules))"
+    command = words.format(model=tmp_path, data=examples).split()
+    done = subprocess.run([sys.executable, "-c", code, "check", *command], capture_output=True, text=True)
+    first, *_, last = done.stdout.splitlines()
+    assert (first.startswith(verdict), last, "PyTorch" in done.stderr) == (True, "set()", False), done

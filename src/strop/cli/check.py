@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from logging.handlers import MemoryHandler
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Console, Group, RenderableType
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +38,7 @@ from strop.config.identity import value_in
 from strop.config.keys import all_keys, value_at
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
+from strop.config.paths import expand, gguf_files
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, reason_for_old_log_prob_pass
 from strop.config.schema import Config, RootConfig
@@ -48,6 +50,8 @@ from strop.terminal import literal, table
 from strop.trainer.commands import build
 
 if TYPE_CHECKING:
+    from rich.syntax import Syntax
+
     from strop.rewards.base import Example
 
 _FORWARD_NAMES = {
@@ -111,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
     if errors:  # else all is built, which finds these and more
         errors = [*errors, *(line for error in data.errors for line in problems_of(error))]
     elif not arguments.config_only:
+        if arguments.is_process and not arguments.time and not _needs_torch(config):
+            _leave_out_torch()
         found, errors, scored = check_inputs(config)
         warnings = list(dict.fromkeys([*warnings, *found]))
     console = Console(soft_wrap=True)
@@ -144,6 +150,35 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.full:
         console.print(tables(result, config), all_values(config))
     return 2 if errors else 0
+
+
+def _needs_torch(config: RootConfig) -> bool:
+    """Return True if a model has code of its own, or is in a GGUF file, whose reader imports torch."""
+    values = {key: value_at(config, key) for key in all_keys(type(config))}
+    if any(value for key, value in values.items() if key.endswith(("trust_remote_code", "external_lib"))):
+        return True
+    paths = (key for key in values if key.endswith(("model.path", "tokenizer", "tokenizer_path")))
+    named = [str(values[key]) for key in paths]
+    folders = [Path(expand(name)) for name in named]
+    is_file = any(not (folder / "config.json").is_file() and gguf_files(folder) for folder in folders)
+    return is_file or any("gguf" in name.lower() for name in named)  # on the hub
+
+
+def _leave_out_torch() -> None:
+    """Import transformers as if torch were missing, unless one of them is imported: torch takes seconds.
+
+    Tokenizers and configurations are left. This process can load no model from then on.
+    """
+    if not {"torch", "transformers"}.isdisjoint(sys.modules):
+        return
+    sys.modules["torch"] = None  # ty: ignore[invalid-assignment] - the documented sign of a missing module
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
+    try:
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # cached
+    finally:
+        del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
 
 
 def _verdict(warnings: list[str], errors: list[str]) -> str:
@@ -247,6 +282,8 @@ def tables(result: CheckResult, config: RootConfig) -> Group:
 
 def all_values(config: RootConfig) -> Syntax:
     """Return all keys as YAML, each with the author of its value as a comment."""
+    from rich.syntax import Syntax  # pygments
+
     tree, values, lines = tree_of(type(config)), config.model_dump(mode="json"), []
     for path, key in all_keys(type(config)).items():
         name = path.rpartition(".")[2]
