@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
+import torch
 
-from strop.lazy_torch import Tensor, torch
+if TYPE_CHECKING:
+    from torch import Tensor
 
-RowIndex = slice | Sequence[int] | Tensor | np.ndarray
+RowIndex: TypeAlias = "slice | Sequence[int] | Tensor | np.ndarray"
 
 
 def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -28,7 +30,7 @@ def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     return column
 
 
-class TensorColumns(dict[str, Tensor]):
+class TensorColumns(dict[str, "Tensor"]):
     """Tensors [B, ...] by name, with the size that a TensorDict of them would have."""
 
     @property

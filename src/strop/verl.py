@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from strop.algorithms import kl, policy_loss
 from strop.algorithms.advantages import estimate, get_estimator
@@ -16,8 +18,10 @@ from strop.algorithms.aggregation import masked_mean, masked_sum
 from strop.data.build import build_loaders
 from strop.data.loader import PromptLoader
 from strop.errors import ConfigError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def apply_kl_penalty(

@@ -26,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from strop.algorithms import aggregation
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.registry import (
@@ -36,10 +38,10 @@ from strop.algorithms.registry import (
     required_parameters,
     resolve,
 )
-from strop.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
     Uid = Sequence[Hashable] | np.ndarray
 
@@ -92,7 +94,7 @@ def group_statistics(
     return GroupStatistics(size_B, mean_B, variance_B.sqrt(), is_equal_B)
 
 
-Estimator = Callable[..., tuple[Tensor, Tensor]]
+Estimator = Callable[..., "tuple[Tensor, Tensor]"]
 
 _EQUAL = 1e-6
 """Scores that differ by no more are equal."""

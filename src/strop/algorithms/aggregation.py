@@ -9,8 +9,14 @@ micro-batches' means would change with the split.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+
 from strop.errors import ConfigError
-from strop.lazy_torch import Tensor, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -8,11 +8,15 @@ trainer. Every run that has both measures the difference; importance weights can
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from strop.algorithms.aggregation import log_ratio, masked_mean, masked_sum, zero_masked
 from strop.algorithms.kl import k3
-from strop.lazy_torch import Tensor, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rollout_is_weights(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.errors import ConfigError, TrainingError
-from strop.lazy_torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "low_var_kl_clamped", "full")
 KL_CONTROLLERS = ("fixed", "adaptive")

@@ -23,13 +23,17 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.algorithms.kl import k3
 from strop.algorithms.registry import register, require_parameters, resolve
 from strop.errors import ConfigError
-from strop.lazy_torch import Tensor, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PolicyLoss(NamedTuple):

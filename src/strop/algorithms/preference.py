@@ -18,11 +18,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from strop.algorithms.registry import accepted, register, require_parameters, required_parameters, resolve
 from strop.errors import ConfigError
-from strop.lazy_torch import Tensor, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:

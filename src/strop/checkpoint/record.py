@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from strop.checkpoint.folder import TRAINER, verify
@@ -33,7 +34,6 @@ from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import TREES, tree_of
 from strop.errors import ConfigError
-from strop.lazy_torch import torch
 from strop.manifest import require_unchanged
 from strop.passed import is_function
 

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from strop.checkpoint.folder import (
     BY_TIME,
@@ -60,7 +61,6 @@ from strop.errors import (
     write_failure,
 )
 from strop.files import crash_point
-from strop.lazy_torch import torch
 from strop.manifest import require_unchanged
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ would refuse.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import math
 import os
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console, Group, RenderableType
@@ -164,10 +166,21 @@ def _needs_torch(config: RootConfig) -> bool:
     return is_file or any("gguf" in name.lower() for name in named)  # on the hub
 
 
-def _leave_out_torch() -> None:
-    """Import transformers as if torch were missing, unless one of them is imported: torch takes seconds.
+class _LazyTorch(ModuleType):
+    """Stands for torch until a name of it is used; ``importlib.util.LazyLoader`` ends at the next import."""
 
-    Tokenizers and configurations are left. This process can load no model from then on.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # inspect asks all modules for their files
+            raise AttributeError(name)
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def _leave_out_torch() -> None:
+    """Import torch when it is first used, and transformers as if it were missing: torch takes seconds.
+
+    Tokenizers and configurations are left of transformers. This process can load no model from then on.
     """
     if not {"torch", "transformers"}.isdisjoint(sys.modules):
         return
@@ -179,6 +192,7 @@ def _leave_out_torch() -> None:
         is_torch_available()  # cached
     finally:
         del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+    sys.modules["torch"] = _LazyTorch("torch")
 
 
 def _verdict(warnings: list[str], errors: list[str]) -> str:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from strop.controller.pools import ResourcePool
-from strop.lazy_torch import torch
 
 _THREADS: WeakKeyDictionary[ResourcePool, PoolThread] = WeakKeyDictionary()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.loader import collate
@@ -21,10 +22,10 @@ from strop.data.prompts import AUTO, PromptFormat, encode_responses
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 

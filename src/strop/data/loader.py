@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from strop.errors import CheckpointError, DataError
-from strop.lazy_torch import torch
 from strop.protocol import DataProto
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
 from strop.data.prompts import as_messages
 from strop.errors import DataError, ModelError
-from strop.lazy_torch import torch
 from strop.protocol import DataProto
 
 _RESPONSE_ENDS = "\ue000"

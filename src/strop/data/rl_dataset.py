@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from strop.data.loader import RowDataset
 from strop.data.prompt_table import (
@@ -25,7 +26,6 @@ from strop.data.prompt_table import (
 from strop.data.prompts import AUTO, PromptFormat, encode_raw
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
-from strop.lazy_torch import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from strop.config.backends import ENGINES
 from strop.errors import ConfigError, raised_as
-from strop.lazy_torch import torch
 
 
 def pick_device(name: str) -> torch.device:

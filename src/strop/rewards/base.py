@@ -6,13 +6,15 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from strop.errors import ConfigError
-from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 from strop.rewards.reward_output import RewardOutput
 from strop.rewards.scorer import Outcome
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Tried(NamedTuple):

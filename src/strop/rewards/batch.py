@@ -12,11 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.columns import ENDED_BY
 from strop.errors import RewardError
-from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 from strop.rewards.arguments import Played, Sample
 from strop.rewards.base import PendingReward
@@ -30,6 +29,9 @@ from strop.rewards.reward_output import (
 )
 from strop.rewards.scorer import Outcome
 from strop.rewards.worker.pool import Feed, Maker, RewardPool
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

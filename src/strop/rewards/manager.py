@@ -10,7 +10,9 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.registry import name_of, resolve
@@ -27,7 +29,6 @@ from strop.config.reward_parts import (
     read_parts,
 )
 from strop.errors import ConfigError, RewardError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import (
     SAMPLE_NAMES,
@@ -60,6 +61,9 @@ from strop.rewards.reward_output import (
 from strop.rewards.router import BuiltInScorer, Router, UnknownSourceError
 from strop.rewards.scorer import Outcome, Scorer
 from strop.rewards.worker.pool import Feed, RewardPool
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

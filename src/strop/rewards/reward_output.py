@@ -10,16 +10,20 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from strop.columns import ENDED_BY
 from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import Sample
 from strop.rewards.scorer import Outcome, recorded
 from strop.terminal import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

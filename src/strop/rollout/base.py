@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
 from strop.config.backends import ROLLOUTS
 from strop.errors import ConfigError, DataError, TrainingError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from strop.config.schema import Config

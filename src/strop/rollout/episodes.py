@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from strop.columns import ENDED_BY
 from strop.data.bridge import Bridge, Call
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request
 from strop.errors import CheckpointError
-from strop.lazy_torch import torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.in_flight import InFlight, Record, RecordedTurn

@@ -18,14 +18,18 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, DataError, TrainingError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COLUMNS = ("tokens", "log_probs", "versions")
 _ROWS = ("lengths", "stopped", "begun", "ended")

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+import torch
+
 from strop.data.hub import local_tokenizer
 from strop.errors import ModelError
-from strop.lazy_torch import torch
 
 logger = logging.getLogger(__name__)
 

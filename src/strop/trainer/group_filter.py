@@ -8,14 +8,19 @@ Shapes: B samples of G prompts, N of each.
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
 
 from strop.algorithms.aggregation import masked_sum
 from strop.config.schema.root import FilterGroupsConfig
 from strop.errors import RewardError, TrainingError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.scores import Samples, with_equal_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:

@@ -11,15 +11,17 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.algorithms.advantages import group_statistics
 from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
 from strop.columns import ENDED_BY
-from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CLOCK = time.time() - time.perf_counter()
 """Seconds of ``time.time()`` at 0 of the monotonic clock, which adjustments of the time do not move."""

@@ -21,12 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from strop.checkpoint.store import IN_FLIGHT
 from strop.config.roles import Schedule
 from strop.controller.group import Future
 from strop.data.loader import PromptLoader
 from strop.files import crash_point
-from strop.lazy_torch import torch
 from strop.protocol import DataProto
 from strop.tracking.timeline import Interval
 from strop.trainer.group_filter import GroupFilter

@@ -12,7 +12,7 @@ Shapes: B samples (prompts x rollout.n), T response tokens; seeds [P, N] of P pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.aggregation import masked_sum, zero_masked
@@ -29,7 +29,6 @@ from strop.config.roles import (
 from strop.config.schema import Config
 from strop.controller.group import Future
 from strop.files import crash_point
-from strop.lazy_torch import Tensor
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
 from strop.rewards.reward_output import ScoreCheck
@@ -46,6 +45,9 @@ from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
 from strop.trainer.updates import PendingUpdates, mini_batches
 from strop.trainer.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 _ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")

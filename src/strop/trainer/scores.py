@@ -9,20 +9,23 @@ import contextlib
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from strop.algorithms.aggregation import masked_sum
 from strop.columns import REWARD_TEXT
 from strop.controller.group import Future
 from strop.errors import TrainingError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.rewards.base import Reward, as_reward
 from strop.rewards.reward_output import RewardOutput, ScoreCheck, model_scores
 from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Cancellable:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import random
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from strop.lazy_torch import Tensor, torch
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def stream(seed: int, name: str, *position: int) -> np.random.SeedSequence:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum, zero_masked
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import kl_penalty
@@ -20,10 +22,11 @@ from strop.algorithms.preference import (
 )
 from strop.algorithms.registry import call
 from strop.config.schema.supervised import PreferenceUpdateConfig
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from strop.engines.base import Loss
 
 _ROW = "row"

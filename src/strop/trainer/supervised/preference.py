@@ -10,9 +10,10 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 
 from strop.algorithms.preference import REFERENCE_INPUTS, needs_reference
 from strop.algorithms.registry import call
@@ -21,11 +22,13 @@ from strop.controller.pools import Role
 from strop.data.loader import PromptLoader
 from strop.data.rl_dataset import Subset
 from strop.errors import CheckpointError
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.trainer.supervised.reference import FOLDER, Reference, complete, load, rows_hash
 from strop.trainer.supervised.reward_model import PairTrainer, means_by_source
 from strop.workers.losses import pair_figures, preference_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

@@ -13,16 +13,19 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.answers import AnsweredDataset
 from strop.files import atomic_path
-from strop.lazy_torch import Tensor, torch
 from strop.manifest import digest_of_arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ Shapes: N pairs of a data set, 2N answers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.checks.supervised import Pairs
@@ -16,10 +17,12 @@ from strop.config.schema.supervised import RewardModellingConfig
 from strop.controller.pools import Role
 from strop.data.answers import pair_batch
 from strop.data.loader import PromptLoader
-from strop.lazy_torch import Tensor, torch
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair
 from strop.trainer.supervised.base import SupervisedTrainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PairTrainer(SupervisedTrainer[Pairs]):
