@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with a few words, small enough to write ids by hand, and three chat templates for it.
+"""A tokenizer of bytes with a few words, small enough to write ids by hand, and two chat templates for it.
 
 Special words have the ids 1 to 12, byte b has id 32 + b, and words of two characters 300 to 304: "12" is one
 id, and a policy that samples "1" and "2" as two ids sampled other tokens.
@@ -37,16 +37,6 @@ CHATML = (
     + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )  # fmt: skip
 """Append-only; answers of tools that follow one another are one turn of the user."""
-THINKING = (
-    _TOOLS + "{% set last = namespace(at=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set last.at = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}" + _ANSWER
-    + "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% set text = m.content or '' %}{% if '</think>' in text and loop.index0 <= last.at %}"
-    "{% set text = text.split('</think>')[-1] %}{% endif %}{{ text }}" + _CALLS
-    + "{{ '<|im_end|>\n' }}" + _OTHERS
-    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
-)  # fmt: skip
-"""Drops the thinking of turns before the last user's message; the generation prompt opens a think block."""
 TEXT_ARGUMENTS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' + m.content }}"
     "{% elif m.role == 'assistant' %}{{ '<|im_start|>' + (m.content or '') }}"

@@ -69,9 +69,9 @@ class Script:
     ) -> None:
         self.tokenizer = byte_tokenizer(template)
         config = load_config(KEYS).model_copy(update={"environment": settings_of(**settings)})
-        form = TurnFormat(config, environments, self.tokenizer, [STOP])
+        self.form = TurnFormat(config, environments, self.tokenizer, [STOP])
         self.pool = EnvironmentPool.of(environments, config.environment)
-        self.episodes = Episodes(environments, config.environment, form, self.pool)
+        self.episodes = Episodes(environments, config.environment, self.form, self.pool)
         self.scripts, self.turn = scripts, [0] * len(scripts)
         prompts = len(scripts) // n
         columns = {"prompt": [prompt] * prompts, "ground_truth": ["x"] * prompts, **(rows or {})}

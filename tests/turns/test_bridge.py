@@ -10,7 +10,7 @@ import pytest
 from strop.data.bridge import Bridge, Call, tool_message
 from strop.errors import ModelError
 
-from byte_tokenizer import STOP, TEXT_ARGUMENTS, THINKING, byte_tokenizer
+from byte_tokenizer import TEXT_ARGUMENTS, byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from chat_tokenizers import gemma, llama3, mistral, phi3, qwen2, qwen3
@@ -89,14 +89,3 @@ def test_arguments_of_calls_have_the_form_that_the_template_takes():
     bridge = Bridge(tokenizer, [10, 11, 12], tools=[TOOL])
     call = Call("f", {"a": 1})
     assert tokenizer.decode(bridge.ids([tool_message(call, "3")], [call])) == "<|observation|>3<|im_start|>"
-
-
-@pytest.mark.parametrize(
-    ("make", "history"),
-    [(byte_tokenizer, ""), (qwen3, "thinking"), (lambda: byte_tokenizer(THINKING), "earlier")],
-)
-def test_what_the_template_does_to_earlier_turns_is_known(make, history):
-    tokenizer = make()
-    stop = STOP if tokenizer.eos_token == "<|im_end|>" and len(tokenizer) < 320 else tokenizer.eos_token_id
-    found = Bridge(tokenizer, [stop]).history
-    assert history in found if history else found == ""

@@ -113,13 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.overrides = [*sizes, *arguments.overrides]
         (config, data, batch_in_words), names = load_arguments(tree, arguments)
     result = check(config, train_rows=data.train_rows)
-    warnings, errors, scored = result.warnings, result.errors, None
+    warnings, errors, scored, turns = result.warnings, result.errors, None, None
     if errors:  # else all is built, which finds these and more
         errors = [*errors, *(line for error in data.errors for line in problems_of(error))]
     elif not arguments.config_only:
         if arguments.is_process and not arguments.time and not _needs_torch(config):
             _leave_out_torch()
-        found, errors, scored = check_inputs(config)
+        found, errors, scored, turns = check_inputs(config)
         warnings = list(dict.fromkeys([*warnings, *found]))
     console = Console(soft_wrap=True)
     alone = " in the configuration alone: data and rewards are not read" if arguments.config_only else ""
@@ -140,6 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(literal(f"{name:<8}{words}"))
     if scored is not None:
         console.print(reward_table(scored))
+    if turns is not None:
+        console.print(turns_table(*turns))
     if arguments.time and not errors:
         if not isinstance(config, Config) or config.trainer.val_only:
             raise ConfigError("--time measures runs of reinforcement learning (strop train)")
@@ -212,10 +214,11 @@ def _of_another_command(arguments: argparse.Namespace) -> str:
     return f"these keys are those of strop {', '.join(fitting)}: check it with --command {fitting[0]}"
 
 
-def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | None]:
+def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | None, Any]:
     """Build tokenizer, data sets and reward managers as a run does, and score one row.
 
-    Returns warnings, errors, and the scores of that row; None if nothing scores it before a model loads.
+    Returns warnings, errors, the scores of that row (None if nothing scores it before a model loads), and its
+    turns; see ``strop.trainer.build.two_turns``.
     """
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
     log.setLevel(logging.WARNING)
@@ -226,15 +229,16 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | No
         trainer = attempt(lambda: build(config, with_weights=False))
     finally:
         logger.removeHandler(log)
-    scored, doubt = None, ""
+    scored, doubt, turns = None, "", None
     if trainer is not None and isinstance(config, Config):
-        from strop.trainer.build import try_reward
+        from strop.trainer.build import try_reward, two_turns
 
         scored, doubt = attempt(lambda: try_reward(trainer)) or (None, "")
+        turns = attempt(lambda: two_turns(trainer))
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
-    return [*warnings, doubt] if doubt else warnings, attempt.lines, scored
+    return [*warnings, doubt] if doubt else warnings, attempt.lines, scored, turns
 
 
 def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> dict[str, str]:
@@ -277,6 +281,16 @@ def reward_table(row: Example) -> Group:
     for (what, response), one in zip(names, row.tried, strict=True):
         lines.append(f"        {what:<{first}}  {response:<{second}}  {one.in_words():.60}")
     return Group(*map(literal, lines))
+
+
+def turns_table(prompt: str, turns: Sequence[tuple[bool, str]], history: str) -> Group:
+    """Return two turns of a row, a line for each of their lines, with the response mask."""
+    lines = [literal("turns   after the first prompt: 1 is sampled and trained, 0 is inserted")]
+    for mark, text in [(" ", prompt[-200:]), *((str(int(sampled)), text) for sampled, text in turns)]:
+        for line in text.splitlines(keepends=True):
+            shown = line.replace("\n", "\\n")
+            lines.append(literal(f"     {mark}  {shown}", "dim" if mark == "0" else ""))
+    return Group(*lines, literal(f"        {history}"))
 
 
 def tables(result: CheckResult, config: RootConfig) -> Group:

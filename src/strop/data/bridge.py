@@ -11,7 +11,10 @@ strip what follows a special token, or add a space to the first text.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +25,8 @@ from strop.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK, _PROBE = "zqxjkvbp", "wvfqzjkx"
+_MARK, _PROBE, _THOUGHT = "zqxjkvbp", "wvfqzjkx", "kjwzxqvf"
+_THINKING = "<think>\n{}\n</think>\n\n"
 _FORMS = ("mapping", "text", "content")
 """Where the marker of a turn stands: the arguments of a call, as a mapping or JSON text, or the content."""
 _HELLO = {"role": "user", "content": "Hi"}
@@ -40,8 +44,8 @@ class Bridge:
     """Render the messages that follow a turn, as token ids.
 
     ``one_call``: the template has room for one tool call in a turn. ``stops``: text of each stop token -> its
-    id; ``stop_id``: of the one that the template writes. ``history``: what it shows otherwise than it was
-    sampled, in words; "" if it only appends.
+    id; ``stop_id``: of the one that the template writes. ``history``: what it does to earlier turns, in
+    words; nothing if it only appends.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Bridge:
             self._form = self._require("tool", _FORMS, [tool_message(calls[0], _PROBE)], calls[:1])
             answers = [tool_message(call, _PROBE) for call in calls]
             self.one_call = self._render(self._form, answers, calls)[0] is None
-        self.history = self._history()
+        self.history = self._history(tools)
 
     def ids(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> list[int]:
         """Return the ids of the bridge with ``messages`` in it, which answer ``calls`` or the turn's text.
@@ -107,6 +111,15 @@ class Bridge:
         if self.answers_as_user:
             return [{"role": "user", "content": "\n".join(texts)}]
         return [tool_message(call, text) for call, text in zip(calls, texts, strict=True)]
+
+    def said(self, call: Call) -> str:
+        """Return a turn with a call as the template writes it, to the stop token; "" if it writes none."""
+        prompt = self._text([_HELLO])
+        turn = call_message([call], as_text=self._form == "text")
+        whole = self._text([_HELLO, turn], prompt=False)
+        rest = whole[len(_common(prompt, whole)) :]
+        end = min((rest.index(stop) for stop in self.stops if stop in rest), default=len(rest))
+        return rest[:end] if call.name in rest[:end] else ""
 
     def cut(self, text: str, limit: int) -> str:
         """Return a text of at most ``limit`` tokens: its beginning and its end, around a note."""
@@ -187,26 +200,61 @@ class Bridge:
         )
         return rendered
 
-    def _history(self) -> str:
-        """Return how the template shows an earlier turn otherwise than it was sampled."""
-        found = []
-        following = {"role": "user", "content": _PROBE}
-        turns = {
-            "an earlier turn": _MARK,
-            "thinking of an earlier turn": f"<think>\n{_PROBE}\n</think>\n\n{_MARK}",
-        }
-        for name, turn in turns.items():
-            bridge, _ = self._render("content", [following])
-            assert bridge is not None
-            sampled = self._text([_HELLO]) + turn + "".join(bridge)
-            try:
-                whole = self._text([_HELLO, {"role": "assistant", "content": turn}, following])
-            except Exception:  # noqa: BLE001 - templates raise anything
-                continue
-            if whole != sampled:
-                found.append(name)
-                break
-        return found[0] if found else ""
+    def _history(self, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return what the template does to earlier turns, in words; nothing if it only appends."""
+        user, turn = {"role": "user", "content": _PROBE}, _marked("content", ())
+        bridge, _ = self._render("content", [user])
+        assert bridge is not None
+        prompt, whole = self._text([_HELLO]), self._text([_HELLO, turn, user])
+        sampled = [prompt + _MARK + "".join(bridge)]
+        last = self._text([_HELLO, turn], prompt=False)
+        if last.startswith(prompt):  # the turn as the policy learned to write it, such as with a channel
+            said, _, rest = last.partition(_MARK)
+            stop = min(filter(rest.__contains__, self.stops), key=rest.index, default=bridge[0])
+            sampled.append(said + _MARK + stop + bridge[1])
+        found = [] if whole in sampled else [_difference(sampled[-1], whole, tools)]
+        dropped = ["a message of the user"] if self._drops(_THINKING, user, ()) else []
+        if self._form != "content":
+            call = Call(tools[0]["function"]["name"], {})
+            answer = tool_message(call, _PROBE)
+            if self._drops("{}", answer, [call]):
+                found.append("drops the text beside a call")
+            elif self._drops(_THINKING, answer, [call]):
+                dropped.append("the answer of a tool")
+        return (*found, f"drops thinking before {' and '.join(dropped)}") if dropped else tuple(found)
+
+    def _drops(self, form: str, following: Mapping[str, Any], calls: Sequence[Call]) -> bool:
+        """Return True if the text ``form`` of a turn is lost once ``following`` answers it."""
+        turn, drops = _marked(self._form, calls), False
+        given = [{"content": form.format(_THOUGHT) + ("" if calls else _MARK)}]
+        if form == _THINKING:  # templates that take it from a field of its own
+            given += [{name: _THOUGHT} for name in ("reasoning_content", "thinking")]
+        for fields in given:
+            with contextlib.suppress(Exception):  # templates raise anything
+                last = self._text([_HELLO, {**turn, **fields}], prompt=False)
+                whole = self._text([_HELLO, {**turn, **fields}, following])
+                drops |= _THOUGHT not in whole and ("content" in fields or _THOUGHT in last)
+        return drops
+
+
+def _difference(sampled: str, whole: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words how an earlier turn, as the template shows it, differs from the sampled one."""
+    first = len(_common(sampled, whole))
+    before, after = sampled[first:], whole[first:]
+    last = len(_common(before, after, from_end=True))
+    removed, added = before[: len(before) - last], after[: len(after) - last]
+    if tools and tools[0]["function"]["name"] in removed:
+        return "moves the list of tools to the last message of the user"
+    found = f"writes {added!r:.60} in place of {removed!r:.60}" if added else f"drops {removed!r:.60}"
+    return f"{found if removed else f'adds {added!r:.60}'} in an earlier turn"
+
+
+def _common(one: str, other: str, *, from_end: bool = False) -> str:
+    """Return the longest common beginning, or end, that cuts no tag such as ``<think>`` in two."""
+    step = -1 if from_end else 1
+    pieces = [re.findall(r"<[^<>\s]+>|.", text, re.DOTALL)[::step] for text in (one, other)]
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*pieces, strict=False))
+    return "".join([same for same, _ in pairs][::step])
 
 
 def tool_message(call: Call, text: str) -> dict[str, Any]:

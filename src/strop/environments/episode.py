@@ -14,12 +14,13 @@ import functools
 import inspect
 import json
 import math
+import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.rewards.arguments import Function, PlayedTurn, conversation_of
+from strop.rewards.arguments import TURN_NAMES, Function, PlayedTurn, conversation_of
 
 RESERVED = ("reset", "respond", "reward", "get_reward", "close", "done")
 """Names of an environment that are no tools."""
@@ -88,6 +89,29 @@ def _defined(owner: type, name: str) -> Any:
 
 def _class(owner: Any) -> type:
     return owner if isinstance(owner, type) else type(owner)
+
+
+_VALUES = {
+    "reset": {"seed"},
+    "respond": {"response", "turn"},
+    "reward": {*TURN_NAMES, "response"},
+    "get_reward": {*TURN_NAMES, "response"},
+}
+"""Names that the methods of an environment may take besides the columns of the row."""
+
+
+def parameters_of(environment: type) -> dict[str, tuple[Sequence[str], set[str]]]:
+    """Return the required parameters of each method, and the values besides columns that it may take.
+
+    Raises ``ConfigError`` for a method that takes positional arguments only.
+    """
+    found = {}
+    for method, known in _VALUES.items():
+        if callable(function := getattr(environment, method, None)):
+            if inspect.isfunction(_defined(environment, method)):
+                function = types.MethodType(function, object())  # without self
+            found[method] = Function(function, f"{environment.__name__}.{method}").required, known
+    return found
 
 
 def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:

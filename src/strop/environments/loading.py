@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import cloudpickle
 from strop.algorithms.registry import resolve
 from strop.config.paths import expand
 from strop.config.schema.environment import EnvironmentConfig
-from strop.environments.episode import Blueprint
+from strop.environments.episode import Blueprint, parameters_of
 from strop.environments.gym import load_gym
 from strop.environments.mcp import load_mcp
-from strop.errors import ConfigError
+from strop.errors import ConfigError, did_you_mean
 from strop.passed import is_function
+from strop.rewards.arguments import Function
 from strop.rewards.custom import load_module
 from strop.rewards.sandbox import require_bubblewrap
 from strop.tools import Python
@@ -40,6 +41,18 @@ class Environments:
     gives_rewards: bool
     has_reset: bool
     """There is an environment, not only tools."""
+    needs: Mapping[str, tuple[Sequence[str], Collection[str]]]
+    """Method, as messages name it -> its required parameters, and those that are no columns."""
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a method has a parameter that is neither a known value nor a column."""
+        for where, (names, known) in self.needs.items():
+            for name in names:
+                if name not in (own := {*known, *columns, "uid", "ground_truth"}):
+                    raise ConfigError(
+                        f"{where} needs the argument {name!r}, and there is no such value or column; it can "
+                        f"take {', '.join(sorted(own))}{did_you_mean(name, own)}"
+                    )
 
     def tools_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools of a row; ``ValueError`` if it names no environment."""
@@ -65,9 +78,16 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
     for name, found in environments.items():
         if not isinstance(found, type) or not callable(getattr(found, "reset", None)):
             raise ConfigError(
-                f"{_KEY}={section.path[name]}: expected a class with a method reset, found {found!r:.80}"
+                f"{_KEY}={section.path[name]}: expected a class with a method reset(COLUMN, ...), found "
+                f"{getattr(found, '__name__', found)} without one; classes without are environment.tools"
             )
     tools = [_tool(given) for given in section.tools]
+    for found in (*environments.values(), *tools):
+        if isinstance(found, type) and (missing := Function(found, found.__name__).required):
+            raise ConfigError(
+                f"{found.__name__}() needs the argument {missing[0]!r}, and gets none: take columns of "
+                "the row in reset, or give it a default"
+            )
     blueprint = Blueprint(environments, tools)
     schemas = blueprint.schemas()
     for name, own in schemas.items():
@@ -90,6 +110,11 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
         schemas,
         blueprint.gives_rewards(),
         bool(environments),
+        {
+            f"{_KEY}={section.path[name]}: {method}": needed
+            for name, found in environments.items()
+            for method, needed in parameters_of(found).items()
+        },
     )
 
 
@@ -103,6 +128,11 @@ def _environment(given: str) -> Any:
     found = load_object(given, _KEY)
     if isinstance(found, type) or hasattr(found, "reset"):
         return found
+    if missing := Function(found, _KEY).required:
+        raise ConfigError(
+            f"{_KEY}: the function {found.__name__} needs {missing[0]!r}: expected a class with a method "
+            "reset(COLUMN, ...), or a function without parameters that makes one; tools are environment.tools"
+        )
     made = type(found())  # a factory, as TRL takes them
     return type(made.__name__, (made,), {"__new__": lambda _: found()})
 

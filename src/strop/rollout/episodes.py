@@ -26,7 +26,7 @@ from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request
 from strop.errors import CheckpointError
 from strop.protocol import DataProto
-from strop.rewards.arguments import PlayedTurn
+from strop.rewards.arguments import PlayedTurn, ground_truth_of
 from strop.rollout.in_flight import InFlight, Record, RecordedTurn
 from strop.rollout.turn_format import TurnFormat, call_id
 
@@ -159,6 +159,8 @@ class Episodes:
         if row not in known:
             prompt, number = divmod(row - batch.own.start, batch.params.n)
             columns = {name: values[prompt] for name, values in batch.prompts.non_tensor_batch.items()}
+            truth = ground_truth_of(columns.get("reward_model"), columns.get("ground_truth"))
+            columns |= {} if truth is None else {"ground_truth": truth}  # as reward functions get it
             self._n_named += 1
             tools = self._environments.tools_of(columns)
             seed = self._seed(batch, prompt, number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from strop.errors import DataError
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
-
-logger = logging.getLogger(__name__)
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 _BEFORE = 8
@@ -58,14 +55,25 @@ class TurnFormat:
             load = partial(load_object, key="environment.parser")
             self._parser = find_parser(self._settings.parser, tokenizer, options, texts, load)
 
-    def log(self) -> None:
-        """Log what the template does to earlier turns, if it rewrites them."""
-        for history in {bridge.history for bridge in self._bridges.values()} - {""}:
-            logger.info(
-                "environment: the chat template shows %s otherwise than it was sampled; the policy goes on "
-                "from what it sampled",
-                history,
-            )
+    def history(self) -> str:
+        """Return what the template does to earlier turns, in words."""
+        found = dict.fromkeys(words for bridge in self._bridges.values() for words in bridge.history)
+        if not found:
+            return "history: the chat template only appends to it"
+        return f"history: the chat template {'; '.join(found)}; the policy goes on from what it sampled"
+
+    def two_turns(self, tools: Tools) -> list[tuple[bool, str]]:
+        """Return the texts after a prompt with ``tools``, and whether each is sampled."""
+        bridge, calls, said = self.bridge(tools), [], "(a turn)"
+        answers = [{"role": "user", "content": "(the answer)"}]
+        if tools:
+            function = tools[0]["function"]
+            names = function.get("parameters", {}).get("properties", {})
+            calls = [Call(function["name"], dict.fromkeys(names, "..."))]
+            said = bridge.said(calls[0]) or f"(a call of {function['name']}({', '.join(names)}))"
+            answers = bridge.answers(calls, ["(the answer)"])
+        stop, inserted = map(self._tokenizer.decode, ([bridge.stop_id], bridge.ids(answers, calls)))
+        return [(True, said + stop), (False, inserted), (True, f"(the next turn){stop}")]
 
     def bridge(self, tools: Tools) -> Bridge:
         """Return the bridge of the prompts that show ``tools``."""

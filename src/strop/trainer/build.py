@@ -281,7 +281,9 @@ def build_trainer(
     rewards = config.reward_model
     environments = attempt(lambda: load_environments(config.environment))
     if environments is not None:
-        attempt(lambda: _require_turns(config, environments, tokenizer))
+        form = attempt(lambda: turn_format(config, environments, tokenizer))
+        if form is not None:
+            logger.info("%s", form.history())
     gives_rewards = environments is not None and environments.gives_rewards
     reward_fn, val_reward_fn = (
         attempt(lambda n=n: load_reward_manager(config, tokenizer, n, gives_rewards, **rewards.reward_kwargs))
@@ -309,14 +311,14 @@ def build_trainer(
     return trainer
 
 
-def _require_turns(config: Config, environments: Environments, tokenizer: Any) -> None:
-    """Raise ``ModelError`` if the chat template shows no answers, or its calls cannot be read."""
+def turn_format(config: Config, environments: Environments, tokenizer: Any) -> TurnFormat:
+    """Return how turns are written; ``ModelError`` if the template shows no answers or calls."""
     folder = local_tokenizer(config.actor_rollout_ref.model.path, config.data.cache_dir)
     ends: Any = None
     if (folder / "generation_config.json").is_file():
         ends = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
     ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    TurnFormat(config, environments, tokenizer, sorted(ids)).log()
+    return TurnFormat(config, environments, tokenizer, sorted(ids))
 
 
 def worker_group_class(config: RootConfig) -> type:
@@ -348,6 +350,21 @@ def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[Exampl
         reward_fn, loader, n = trainer.val_reward_fn, trainer.val_loader, sampling.val_kwargs.n
     rows = (columns_of(loader.dataset, row) for row in range(len(loader.dataset)))
     return score_first_row(config.reward_model, reward_fn, rows, n=n, is_check=is_check)
+
+
+def two_turns(trainer: RayPPOTrainer) -> tuple[str, list[tuple[bool, str]], str] | None:
+    """Return the first row's prompt, the turns after it, and what the chat template does to history.
+
+    None without an environment. The texts come with True if they are sampled; see ``TurnFormat``.
+    """
+    environments, tokenizer = trainer.environments, trainer.tokenizer
+    if environments is None:
+        return None
+    loader = trainer.val_loader if trainer.config.trainer.val_only else trainer.train_loader
+    row = columns_of(loader.dataset, 0)
+    form = turn_format(trainer.config, environments, tokenizer)
+    turns = form.two_turns(environments.tools_of(row))
+    return tokenizer.decode(row["input_ids"]), turns, form.history()
 
 
 def report_reward(trainer: RayPPOTrainer) -> None:
@@ -388,7 +405,10 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
                 dataset.require_sources()
             raise
         if len(dataset):
-            reward_fn.require_columns(columns_of(dataset, 0).keys() - {"input_ids"})
+            columns = columns_of(dataset, 0).keys() - {"input_ids"}
+            if trainer.environments is not None:
+                trainer.environments.require_columns(columns)
+            reward_fn.require_columns(columns)
             reward_fn.warn_without_ground_truths(
                 columns_of(dataset, row) for row in range(min(len(dataset), _ROWS_WITH_ANSWERS))
             )

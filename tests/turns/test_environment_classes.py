@@ -1,0 +1,80 @@
+"""Classes that cannot be an environment are refused by name, before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.errors import ConfigError
+
+from scripted import Script, answers, environments_of
+
+
+class Base:
+    def reset(self, key, seed):
+        self.key = key
+
+    def respond(self, response, turn, secret, uid=None):
+        return None
+
+
+class Misspelt(Base):
+    def reset(self, kye):
+        pass
+
+
+class Responds(Base):
+    def respond(self, respons):
+        return None
+
+
+class Rewards(Base):
+    def reward(self, turns, ended_by, tuns):
+        return 0.0
+
+
+class Made(Base):
+    def __init__(self, url):
+        self.url = url
+
+
+class Positional(Base):
+    def reset(self, key, /):
+        pass
+
+
+def test_methods_take_columns_and_what_is_known_of_the_sample():
+    environments_of(own=Base).require_columns(["key", "secret"])
+    with pytest.raises(ConfigError, match=r"respond needs the argument 'secret'"):
+        environments_of(own=Base).require_columns(["key"])
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (Misspelt, r"reset needs the argument 'kye'.*did you mean key\?"),
+        (Responds, r"respond needs the argument 'respons'.*did you mean response\?"),
+        (Rewards, r"reward needs the argument 'tuns'.*did you mean turns\?"),
+        (Positional, r"Positional\.reset .*'key' cannot be passed by name"),
+        (Made, r"Made\(\) needs the argument 'url'"),
+        (lambda word: "", r"a method reset\(COLUMN, \.\.\.\), found <lambda>, a function"),
+        (type("Bare", (), {"respond": Base.respond}), r"a method reset\(COLUMN, \.\.\.\), found Bare;"),
+    ],
+)
+def test_a_class_that_cannot_be_an_environment_is_refused(made, named):
+    with pytest.raises(ConfigError, match=named):
+        environments_of(own=made).require_columns(["key", "secret"])
+
+
+class Truth:
+    def reset(self, ground_truth):
+        self.truth = ground_truth
+
+    def respond(self, response, turn):
+        return self.truth if turn == 0 else None
+
+
+def test_reset_gets_the_ground_truth_as_reward_functions_do():
+    environments = environments_of(own=Truth)
+    environments.require_columns(["reward_model"])
+    rows = {"reward_model": [{"ground_truth": "17"}], "ground_truth": [None]}
+    assert answers(Script(environments, [["a", "b"]], rows=rows).play()) == ["17"]
