@@ -1,8 +1,7 @@
-"""A calculator as a tool, for arithmetic that a small model cannot do by itself.
+"""A calculator as a tool: products of two numbers of three digits, which a small model cannot work out.
 
 `python examples/calculator.py FOLDER` writes three files: `warm_up.jsonl`, sums with calls and their answers
-for `strop sft`, and the questions `train.jsonl` and `test.jsonl`, of two operations with larger
-numbers. `examples/calculator.sh` runs all.
+for `strop sft`, and the products `train.jsonl` and `test.jsonl`. `examples/calculator.sh` runs all.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def right(last_turn: str, ground_truth: str) -> float:
 
 
 def off(expression: str) -> str:
-    """Calculate with numbers.
+    """Say that the calculator is off.
 
     Args:
         expression: Numbers with + - * / and brackets.
@@ -61,7 +60,7 @@ def off(expression: str) -> str:
     return "error: the calculator is off"
 
 
-off.__name__ = "calculate"
+off.__name__ = "calculate"  # the name under which the model calls it
 
 
 def call(expression: str) -> str:
@@ -78,22 +77,18 @@ def warm_up(n: int, seed: int) -> list[dict[str, object]]:
         word, sign = draw.choice((("plus", "+"), ("minus", "-")))
         expression = f"{one} {sign} {other}"
         question = {"role": "user", "content": f"What is {one} {word} {other}?"}
-        said = {"role": "assistant", "content": call(expression)}
-        answer = {"role": "tool", "content": calculate(expression)}
-        rows.append({"prompt": [question], "response": said["content"]})
-        rows.append({"prompt": [question, said, answer], "response": f"The answer is {answer['content']}."})
+        said, result = call(expression), calculate(expression)
+        turns = [{"role": "assistant", "content": said}, {"role": "tool", "content": result}]
+        rows.append({"prompt": [question], "response": said})
+        rows.append({"prompt": [question, *turns], "response": f"The answer is {result}."})
     return rows
 
 
-def questions(n: int, seed: int) -> list[dict[str, str]]:
-    """Return questions of two operations with their answers."""
-    draw, rows = random.Random(seed), []
-    for _ in range(n):
-        one, two, three = draw.randint(100, 999), draw.randint(100, 999), draw.randint(10, 99)
-        word, sign = draw.choice((("plus", 1), ("minus", -1)))
-        prompt = f"What is {one} times {two} {word} {three}?"
-        rows.append({"prompt": prompt, "answer": str(one * two + sign * three)})
-    return rows
+def products(n: int, seed: int) -> list[dict[str, str]]:
+    """Return questions with their answers."""
+    draw = random.Random(seed)
+    pairs = [(draw.randint(100, 999), draw.randint(100, 999)) for _ in range(n)]
+    return [{"prompt": f"What is {one} times {other}?", "answer": str(one * other)} for one, other in pairs]
 
 
 if __name__ == "__main__":
@@ -101,8 +96,8 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "warm_up": warm_up(200, seed=1),
-        "train": questions(1000, seed=2),
-        "test": questions(100, seed=3),
+        "train": products(1000, seed=2),
+        "test": products(100, seed=3),
     }
     for name, rows in files.items():
         lines = [json.dumps(row) + "\n" for row in rows]

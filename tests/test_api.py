@@ -496,3 +496,16 @@ def test_evaluate_takes_an_environment_and_tools(monkeypatch, tmp_path):
         "function:Own",
         "function:len",
     ]
+
+
+def test_wrong_environments_are_refused_in_words(monkeypatch, tmp_path):
+    class Own:
+        def reset(self): ...
+
+    monkeypatch.chdir(tmp_path)
+    for named, given in {
+        "max_turn: unknown key": {"path": Own, "max_turn": 3},
+        "expected the class itself": Own(),
+    }.items():
+        with pytest.raises(ConfigError, match=named):
+            strop.train("m", [{"prompt": "p"}], len, environment=given)

@@ -304,14 +304,22 @@ class _Given:
 
     def environment(self, environment: Environment, tools: Sequence[Any]) -> None:
         from strop.config.schema.environment import EnvironmentConfig
+        from strop.errors import ConfigError
 
         known = EnvironmentConfig.model_fields.keys()
-        if isinstance(environment, Mapping) and environment.keys() <= known:
+        if isinstance(environment, Mapping) and environment.keys() & known:
             self.set("environment", environment)
         elif environment is not None:
+            if not isinstance(environment, type | str | Mapping) and not callable(environment):
+                raise ConfigError(
+                    f"environment is an object of {type(environment).__name__}: expected the class itself, "
+                    "of which each sample gets an object"
+                )
             self.set("environment.path", environment)
         if tools:
-            self.set("environment.tools", list(tools))
+            self.set(
+                "environment.tools", [tools] if isinstance(tools, str) or callable(tools) else list(tools)
+            )
 
     def load(self, defaults: Mapping[str, Any] | None = None, below: Mapping[str, Any] | None = None) -> Any:
         """Return the configuration; ``defaults`` lie below the user's file, ``below`` over it."""

@@ -133,7 +133,7 @@ def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
                 schema = get_json_schema(_without_self(method) if is_method else method)
             # The library raises its own errors, and those of type hints that cannot be resolved.
             except Exception as error:
-                reason = " ".join(str(error).split())
+                reason = " ".join(str(error).split()).rstrip(".!")
                 raise ConfigError(
                     f"{where} cannot be described to the model: {reason}. Expected type hints, and a "
                     "docstring with a line for each argument below `Args:`"

@@ -75,10 +75,14 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
     if not section.path and not section.tools:
         return None
     environments = {name: _environment(given) for name, given in section.path.items()}
+    named = {
+        name: f"{_KEY}={getattr(environments[name], '__name__', '') if is_function(given) else given}"
+        for name, given in section.path.items()
+    }
     for name, found in environments.items():
         if not isinstance(found, type) or not callable(getattr(found, "reset", None)):
             raise ConfigError(
-                f"{_KEY}={section.path[name]}: expected a class with a method reset(COLUMN, ...), found "
+                f"{named[name]}: expected a class with a method reset(COLUMN, ...), found "
                 f"{getattr(found, '__name__', found)} without one; classes without are environment.tools"
             )
     tools = [_tool(given) for given in section.tools]
@@ -93,7 +97,7 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
     for name, own in schemas.items():
         if not own and not hasattr(environments.get(name), "respond"):
             raise ConfigError(
-                f"{_KEY}={section.path.get(name)}: it has neither tools (public methods) nor "
+                f"{named.get(name, 'environment.tools')}: it has neither tools (public methods) nor "
                 "respond(response, turn), so that nothing answers a turn"
             )
     try:
@@ -111,7 +115,7 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
         blueprint.gives_rewards(),
         bool(environments),
         {
-            f"{_KEY}={section.path[name]}: {method}": needed
+            f"{named[name]}: {method}": needed
             for name, found in environments.items()
             for method, needed in parameters_of(found).items()
         },
