@@ -27,7 +27,8 @@ from messages import mentions, naming
 
 TOOLS_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.name }} {{ tool.default | default('') }} {% endfor %}"
-    "{% for m in messages %}[{{ m.role }}] {{ '' + m.content }} {% endfor %}"
+    "{% for m in messages %}[{{ m.role }}] {{ '' + m.content }} "
+    "{% for call in m.tool_calls or [] %}w4 {% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 USER = {"role": "user", "content": "w1"}
@@ -118,8 +119,11 @@ def test_a_turn_that_only_calls_tools_is_read(with_tools, tmp_path):
     missing = [USER, {name: value for name, value in CALL.items() if name != "content"}, chat[2]]
     for prompt in (chat, missing):
         assert as_messages(prompt)[1]["content"] == ""
-        assert encode_prompts([prompt], with_tools) == [[3, 11, 5, 2, 13, 5]]
+        assert encode_prompts([prompt], with_tools) == [[3, 11, 5, 14, 2, 13, 5]]
         assert encode_raw(prompt, with_tools) == [11, 13]
+    with_tools.chat_template = TOOLS_TEMPLATE.replace("w4", "")
+    with pytest.raises(PromptError, match=r"leaves out the tool calls .*data\.chat_template"):
+        encode_prompts([[USER], chat], with_tools)
     with pytest.raises(PromptError, match=naming("message 0", "{role, content}")):
         encode_prompts([[{"role": "assistant", "content": None}]], with_tools)
 

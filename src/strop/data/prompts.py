@@ -234,6 +234,18 @@ def encode_prompts(
     for offset, ids in enumerate(encoded):
         if len(ids) == 0:
             raise PromptError(offset, "the prompt has no tokens")
+    for offset, prompt in enumerate(prompts):  # the first one with calls stands for all
+        if isinstance(prompt, list) and any(message.get("tool_calls") for message in prompt):
+            bare = [
+                {**message, "tool_calls": None, "content": message.get("content") or ""} for message in prompt
+            ]
+            if _encode_one(offset, bare, tools[offset], tokenizer, how) == encoded[offset]:
+                raise PromptError(
+                    offset,
+                    "the chat template leaves out the tool calls of its messages: write them into their "
+                    "content, or use a template that shows them (data.chat_template)",
+                )
+            break
     return encoded
 
 
