@@ -7,8 +7,9 @@ import string
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
-from strop.cli.check import check_inputs
+from strop.cli.check import check_inputs, turns_table
 from strop.config.load import load_config
 from strop.errors import ModelError, RewardError
 from strop.trainer.commands import train_once
@@ -188,7 +189,7 @@ def test_a_built_in_scorer_is_tried_in_its_own_form(inputs, tmp_path):
         ]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
         options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
-        warnings, errors, row = check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
+        warnings, errors, row, _ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
         assert errors == []
         assert not any("response" in line for line in warnings)
         return row and [(one.response, one.value) for one in row.tried]
@@ -201,7 +202,7 @@ def test_a_built_in_scorer_is_tried_in_its_own_form(inputs, tmp_path):
 
 
 def check_custom(inputs, tmp_path, name, answered):
-    return check_inputs(load_config(custom(inputs, tmp_path, name, answered)))
+    return check_inputs(load_config(custom(inputs, tmp_path, name, answered)))[:3]
 
 
 def custom(inputs, tmp_path, name, answered):
@@ -257,3 +258,32 @@ def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_
     assert "cannot read it" in errors[0]
     _, errors, _ = check_custom(inputs, tmp_path, "misspelt", True)
     assert "did you mean 'answer'" in errors[0]
+
+
+def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    def reset(self, extra_info): ...\n    def respond(self, response): ...\n"
+    )
+    key = f"environment.path={tmp_path}/own.py:Own"
+    *_, errors, _, turns = check_inputs(load_config(overrides(inputs, tmp_path / "run", key)))
+    assert errors == []
+    prompt, texts, history = turns
+    assert texts == [
+        (True, "(a turn)<end>"),
+        (False, "<user>(the answer)<assistant>"),
+        (True, "(the next turn)<end>"),
+    ]
+    assert (prompt.endswith("<assistant>"), history) == (
+        True,
+        "history: the chat template only appends to it",
+    )
+    shown = Console(width=80)
+    with shown.capture() as captured:
+        shown.print(turns_table(prompt, [(True, "a\nb"), (False, "\nc")], history))
+    assert captured.get().splitlines()[-5:] == [
+        "     1  a\\n",
+        "     1  b",
+        "     0  \\n",
+        "     0  c",
+        f"        {history}",
+    ]
