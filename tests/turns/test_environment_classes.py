@@ -57,7 +57,10 @@ def test_methods_take_columns_and_what_is_known_of_the_sample():
         (Positional, r"Positional\.reset .*'key' cannot be passed by name"),
         (Made, r"Made\(\) needs the argument 'url'"),
         (lambda word: "", r"the function <lambda> needs 'word': expected a class with a method reset"),
-        (type("Bare", (), {"respond": Base.respond}), r"a method reset\(COLUMN, \.\.\.\), found Bare without"),
+        (
+            type("Bare", (), {"respond": Base.respond}),
+            r"a method reset\(COLUMN, \.\.\.\), found Bare without",
+        ),
     ],
 )
 def test_a_class_that_cannot_be_an_environment_is_refused(made, named):
