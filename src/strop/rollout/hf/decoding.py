@@ -1,13 +1,15 @@
 """The generation loop: prefill every context once, then decode one token per step for unfinished samples.
 
-A context is a prompt, or a prompt with the tokens that an earlier call has generated.
+A context is a prompt, or a prompt with the tokens that an earlier call has generated. Between the turns of
+samples ``Kept`` has the keys and values of all rows but of their last token: the next call computes only what
+was inserted since.
 
 Shapes: B contexts, P context columns, R rows (samples), at most T new tokens, V vocabulary, S stop ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from strop.rollout.base import Advanced, Samples, SamplingParams
-from strop.rollout.hf.kv_cache import DecodeCache, decoding_attention, keys_and_values
+from strop.rollout.hf.kv_cache import DecodeCache, Span, decoding_attention, keys_and_values, to_the_front
 from strop.rollout.sampling import next_tokens
 
 _PREFILL_TOKENS = 8192
@@ -46,6 +48,40 @@ class Contexts:
         return cls(*(column.to(device) for column in columns))
 
 
+class Kept:
+    """Keys and values of samples from one ``decode`` to the next, with the same weights."""
+
+    def __init__(self) -> None:
+        self.cache: DecodeCache | None = None
+        self._spans: dict[Hashable, tuple[int, int, int]] = {}
+        """By name of a sample: its place in the cache, first column, and number of columns."""
+
+    def keep(
+        self, cache: DecodeCache, names: Sequence[Hashable], contexts: Contexts, lengths_R: Tensor
+    ) -> None:
+        """Take the cache of rows that have got ``lengths_R`` tokens."""
+        assert cache.rows is not None
+        before_R = contexts.attention_mask.sum(1)[contexts.of_row]
+        places = cache.rows.argsort().tolist()
+        first_R = contexts.attention_mask.shape[1] - before_R
+        # the last token is not in the cache, or not in every row's
+        columns = zip(places, first_R.tolist(), (before_R + lengths_R - 1).tolist(), strict=True)
+        self.cache, self._spans = cache, dict(zip(names, columns, strict=True))
+
+    def align(self, names: Sequence[Hashable], contexts: Contexts, tokens: int) -> tuple[DecodeCache, Tensor]:
+        """Make room for ``contexts``, one for each sample; return how many of their tokens [R] are new."""
+        assert self.cache is not None
+        mask_RP = contexts.attention_mask
+        width, lengths_R = mask_RP.shape[1], mask_RP.sum(1)
+        known = [self._spans[name] for name in names]
+        spans = [
+            Span(place, first, width - length, columns)
+            for (place, first, columns), length in zip(known, lengths_R.tolist(), strict=True)
+        ]
+        self.cache.align(spans, mask_RP.bool(), limit=width + tokens - 1)
+        return self.cache, lengths_R - lengths_R.new_tensor([span.columns for span in spans])
+
+
 def decode(
     model: PreTrainedModel,
     windows: Sequence[int | None],
@@ -59,25 +95,31 @@ def decode(
     awaited: int,
     finished: Callable[[int, list[int]], None] | None = None,
     advanced: Advanced | None = None,
+    kept: Kept | None = None,
+    names: Sequence[Hashable] = (),
 ) -> Samples:
     """Decode each row until a stop id or its limit; call it in eval mode, without gradient.
 
     Ends when the first ``awaited`` rows are complete; the others keep what they have by then. ``limits`` [R]
     are the tokens that each row may get, T the largest. ``truncated`` of the result: without a stop id.
     ``finished`` is called with the new tokens of rows that leave the batch before the awaited ones are
-    complete.
+    complete. ``kept`` keeps the rows, by their ``names``; rows that it has go on from there.
     """
     most, cuts = max(limits), set(limits)
-    cache, logits_RV = _prefill(model, windows, contexts, most, cache_dtype)
+    if kept is None or kept.cache is None:
+        cache, logits_RV = _prefill(model, windows, contexts, most, cache_dtype, keeps=kept is not None)
+    else:
+        cache, logits_RV = _insert(model, kept, names, contexts, most)
     total, device = len(logits_RV), logits_RV.device
     # by step: each step writes one contiguous row
     tokens_TR = torch.zeros(most, total, dtype=torch.long, device=device)
     log_probs_TR = torch.zeros(most, total, dtype=torch.float32, device=device)
     uniforms_TR = None if uniforms_RT is None else uniforms_RT.T.contiguous().to(device)
     limits_R = torch.tensor(limits, device=device)
-    # State of the rows that are still in the batch, in order, the awaited ones first:
+    # State of the rows that are still in the batch:
     rows_R = torch.arange(total, device=device)
     active_R = torch.ones(total, dtype=torch.bool, device=device)
+    awaited_R = rows_R < awaited
     positions_R1 = contexts.position_ids[contexts.of_row, -1:]
     step, left = 0, awaited
     with decoding_attention(model):
@@ -91,28 +133,43 @@ def decode(
             # int() waits for the device, so without stop ids only steps at which a limit ends are examined
             if len(stop_ids_S) or step in cuts:
                 active_R &= (tokens_R[:, None] != stop_ids_S).all(1) & (limits_R[rows_R] > step)
-                before, left = left, int(active_R[:awaited].sum())
+                before, left = left, int((active_R & awaited_R).sum())
                 if advanced is not None:
                     advanced(before - left, before)
                 if left == 0:
                     break
-                active = left if awaited == len(rows_R) else int(active_R.sum())
+                active = left if awaited == total else int(active_R.sum())
                 if active <= _COMPACT_BELOW * len(rows_R):
-                    keep = active_R.nonzero()[:, 0]
+                    keep = active_R.nonzero()[:, 0] if kept is None else to_the_front(active_R)
                     if finished is not None:
                         ended_R = rows_R[~active_R]
                         _report(finished, ended_R, tokens_TR[:step], limits_R[ended_R], stop_ids_S)
                     rows_R, tokens_R = rows_R[keep], tokens_R[keep]
                     positions_R1, active_R = positions_R1[keep], active_R[keep]
-                    # rows keep their order, so the awaited ones are still the first
-                    awaited = left
+                    awaited_R = awaited_R[keep]
             positions_R1 = positions_R1 + 1
             logits_RV = _last_logits(
                 model, tokens_R[:, None], cache.next_column(keep), positions_R1, past_key_values=cache
             )
     tokens_RT = tokens_TR[:step].T.contiguous()
     lengths_R, stopped_R = _ends(tokens_RT, limits_R, stop_ids_S)
+    if kept is not None:
+        kept.keep(cache, names, contexts, lengths_R)
     return Samples(tokens_RT, log_probs_TR[:step].T.contiguous(), lengths_R, ~stopped_R)
+
+
+def _passes(lengths_B: Tensor, tokens: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Yield the indices of each pass, of similar lengths, with the longest of these.
+
+    A pass has up to ``_PREFILL_TOKENS``, as many for each index as the longest, or ``tokens``.
+    """
+    order_B = lengths_B.argsort(descending=True, stable=True)
+    start = 0
+    while start < len(order_B):
+        longest = int(lengths_B[order_B[start]])
+        chosen = order_B[start : start + max(1, _PREFILL_TOKENS // (tokens or longest))]
+        start += len(chosen)
+        yield longest, chosen
 
 
 def _prefill(
@@ -121,20 +178,17 @@ def _prefill(
     contexts: Contexts,
     tokens: int,
     cache_dtype: torch.dtype,
+    *,
+    keeps: bool,
 ) -> tuple[DecodeCache, Tensor]:
     """Return a cache with every row's context, and the logits [R, V] of every row's first new token.
 
     Contexts of similar length share a pass, without the columns that are padding in all of them.
     """
-    lengths_B = contexts.attention_mask.sum(1)
-    order_B = lengths_B.argsort(descending=True, stable=True)
     cache: DecodeCache | None = None
+    order: list[Tensor] = []
     logits: list[Tensor] = []
-    start = 0
-    while cache is None or start < len(order_B):
-        longest = int(lengths_B[order_B[start]])
-        chosen = order_B[start : start + max(1, _PREFILL_TOKENS // longest)]
-        start += len(chosen)
+    for longest, chosen in _passes(contexts.attention_mask.sum(1)):
         columns = (contexts.input_ids, contexts.attention_mask, contexts.position_ids)
         prefilled = DynamicCache()
         logits.append(
@@ -149,10 +203,30 @@ def _prefill(
                 # the last token is not fed back
                 limit=contexts.input_ids.shape[1] + tokens - 1,
                 dtype=cache_dtype,
+                keeps=keeps,
             )
         cache.write_prompts(states, *(contexts.of_row[:, None] == chosen).nonzero(as_tuple=True))
+        order.append(chosen)
+    assert cache is not None
     # argsort of the order is its inverse: from rows by length back to contexts
-    return cache, torch.cat(logits)[order_B.argsort()[contexts.of_row]]
+    return cache, torch.cat(logits)[torch.cat(order).argsort()[contexts.of_row]]
+
+
+def _insert(
+    model: PreTrainedModel, kept: Kept, names: Sequence[Hashable], contexts: Contexts, tokens: int
+) -> tuple[DecodeCache, Tensor]:
+    """Add to the kept cache what its rows' contexts have more; return it, and logits as ``_prefill`` does."""
+    cache, new_R = kept.align(names, contexts, tokens)
+    order: list[Tensor] = []
+    logits: list[Tensor] = []
+    for longest, chosen in _passes(new_R, contexts.input_ids.shape[1]):
+        # rows with fewer new tokens compute some of the others again
+        ids, positions = (column[chosen, -longest:] for column in (contexts.input_ids, contexts.position_ids))
+        inserting = cache.inserting(chosen, longest)
+        mask = contexts.attention_mask[chosen]
+        logits.append(_last_logits(model, ids, mask, positions, past_key_values=inserting))
+        order.append(chosen)
+    return cache, torch.cat(logits)[torch.cat(order).argsort()]
 
 
 def _last_logits(

@@ -29,7 +29,7 @@ from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams
-from strop.rollout.hf.decoding import Contexts, decode
+from strop.rollout.hf.decoding import Contexts, Kept, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
 from strop.rollout.in_flight import InFlight, Queue
@@ -175,11 +175,35 @@ class HFRollout:
             self._decode(batches, version, finished)
             return
         alike = [batch for batch in batches if batch.params == batches[0].params]
-        self._episodes.complete(alike, partial(self._decode, alike, version, None))
+        with self._ready(batches[0].params):
+            self._episodes.complete(alike, partial(self._decode, alike, version, None, Kept()))
+
+    @contextlib.contextmanager
+    def _ready(self, params: SamplingParams) -> Generator[None]:
+        """Prepare the model for ``decode`` in the body."""
+        pack = params.max_tokens >= _PACK_FROM
+        packs = packed_linears(self.model, self.compute_dtype) if pack else contextlib.nullcontext(())
+        with (
+            _eval_mode(self.model),
+            portable_attention(self.model),  # contexts are padded, and the cache makes the mask
+            packs as packed,
+            low_precision(self.model, self.compute_dtype, besides=packed),
+        ):
+            yield
 
     @torch.no_grad()
-    def _decode(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
-        """Generate until each sample, or turn, of the first of ``batches`` has ended."""
+    def _decode(
+        self,
+        batches: Sequence[InFlight],
+        version: int,
+        finished: Finished | None,
+        kept: Kept | None = None,
+    ) -> None:
+        """Generate until each sample, or turn, of the first of ``batches`` has ended.
+
+        ``kept``: the model is ready, and keys and values are kept from one call to the next, if all samples
+        are generated at once.
+        """
         oldest, params = batches[0], batches[0].params
         for row in oldest.complete.nonzero()[:, 0].tolist():
             oldest.report(finished, row)
@@ -189,17 +213,11 @@ class HFRollout:
             return
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
-        pack = params.max_tokens >= _PACK_FROM
-        packs = packed_linears(self.model, self.compute_dtype) if pack else contextlib.nullcontext(())
         self.advanced(len(oldest.complete) - awaited, 0)
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
-        with (
-            _eval_mode(self.model),
-            portable_attention(self.model),  # contexts are padded, and the cache makes the mask
-            packs as packed,
-            low_precision(self.model, self.compute_dtype, besides=packed),
-        ):
-            for part, first in _parts(rows, awaited, self.micro_batch_size or len(rows)):
+        size = self.micro_batch_size or len(rows)
+        with contextlib.nullcontext() if kept else self._ready(params):
+            for part, first in _parts(rows, awaited, size):
                 most = params.max_tokens if first else longest
                 samples = decode(
                     self.model,
@@ -213,6 +231,8 @@ class HFRollout:
                     awaited=first or len(part),
                     finished=None if finished is None else _reporting(part[:first], finished),
                     advanced=self.advanced if first else None,
+                    kept=kept if len(rows) <= size else None,
+                    names=[(row.batch, row.sample) for row in part],
                 )
                 _append(part, samples, version)
                 longest = max(longest, int(samples.lengths[:first].max()) if first else 0)

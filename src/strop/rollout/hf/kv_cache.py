@@ -4,6 +4,10 @@
 one new token per row without copying the cache for grouped heads. ``attention_windows`` checks that a model's
 layers fit.
 
+Between the turns of samples a cache is kept: rows whose turn has ended stay behind those that are decoded,
+``align`` moves each row to the left of the tokens that it gets, ``inserting`` is the cache of a pass over
+these.
+
 Shapes: R rows (samples), H key-value heads, D head width, P prompt columns, C columns allocated, L columns in
 use, W a layer's attention window.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +32,18 @@ _GROWTH = 128
 _GROUPED = "strop_grouped_sdpa"
 
 KeysAndValues = tuple[Tensor, Tensor]
+
+
+class Span(NamedTuple):
+    """Columns of a row that move."""
+
+    place: int
+    """Of the row, before."""
+    first: int
+    """The first column, before."""
+    begin: int
+    """The first column, after."""
+    columns: int
 
 
 def keys_and_values(prefilled: DynamicCache, layers: int) -> list[KeysAndValues]:
@@ -46,7 +62,7 @@ def keys_and_values(prefilled: DynamicCache, layers: int) -> list[KeysAndValues]
 
 
 class DecodeLayer(DynamicLayer):
-    """Keys and values [R, H, C, D] of one layer; ``update`` adds one column."""
+    """Keys and values [R, H, C, D] of one layer; ``update`` adds one column to the first rows."""
 
     def __init__(self, keys: Tensor, values: Tensor, length: int, window: int | None) -> None:
         super().__init__()
@@ -60,12 +76,15 @@ class DecodeLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a new column [R, H, 1, D]; return the columns that it attends to, [R, H, W or L, D]."""
-        self.stored_keys.narrow(2, self.length, 1).copy_(key_states)
-        self.stored_values.narrow(2, self.length, 1).copy_(value_states)
+        keys, values = (
+            stored.narrow(0, 0, len(key_states)) for stored in (self.stored_keys, self.stored_values)
+        )
+        keys.narrow(2, self.length, 1).copy_(key_states)
+        values.narrow(2, self.length, 1).copy_(value_states)
         self.length += 1
         start = 0 if self.window is None else max(0, self.length - self.window)
         seen = self.length - start
-        return self.stored_keys.narrow(2, start, seen), self.stored_values.narrow(2, start, seen)
+        return keys.narrow(2, start, seen), values.narrow(2, start, seen)
 
     def get_seq_length(self) -> int:
         """Return the number of columns in use."""
@@ -76,11 +95,46 @@ class DecodeLayer(DynamicLayer):
         self.stored_keys = _resized(self.stored_keys, keep, self.length, capacity)
         self.stored_values = _resized(self.stored_values, keep, self.length, capacity)
 
+    def move(self, places: Tensor, sources: Tensor) -> None:
+        """Replace the rows at ``places`` by those at ``sources``."""
+        for stored in (self.stored_keys, self.stored_values):
+            used = stored.narrow(2, 0, self.length)
+            used[places] = used[sources]
+
+    def align(self, spans: Sequence[Span], length: int, capacity: int) -> None:
+        """Keep the rows of ``spans``, with room for ``capacity`` columns, ``length`` of which are in use."""
+        self.stored_keys = _aligned(self.stored_keys, spans, capacity)
+        self.stored_values = _aligned(self.stored_values, spans, capacity)
+        self.length = length
+
+
+class InsertLayer(DynamicLayer):
+    """Some rows of a ``DecodeLayer``; ``update`` writes their last columns in use."""
+
+    def __init__(self, layer: DecodeLayer, rows: Tensor, length: int) -> None:
+        super().__init__()
+        self.layer, self.rows, self.length = layer, rows, length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write columns [R, H, S, D]; return all, whatever the window: the mask has it."""
+        end = self.layer.length
+        for stored, new in ((self.layer.stored_keys, key_states), (self.layer.stored_values, value_states)):
+            stored[self.rows, :, self.length : end] = new.to(stored.dtype)
+        return self.layer.stored_keys[self.rows, :, :end], self.layer.stored_values[self.rows, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns before those that are written."""
+        return self.length
+
 
 class DecodeCache(Cache):
     """All layers, and the mask over their columns; prompts are right-aligned in the first P columns."""
 
     layers: list[DecodeLayer]
+    rows: Tensor | None = None
+    """Number of the row [R] at each place, those in use first; None: only rows in use are stored."""
 
     def __init__(
         self,
@@ -90,14 +144,16 @@ class DecodeCache(Cache):
         prompt_mask: Tensor,
         limit: int,
         dtype: torch.dtype,
+        keeps: bool = False,
     ) -> None:
         """Allocate room for the prompts of ``prompt_mask`` (bool [R, P]), growing up to ``limit`` columns.
 
         ``like`` gives heads and widths of every layer, ``windows`` each layer's window (None: unlimited).
+        ``keeps``: rows stay that are no longer in use.
         """
-        rows, self.length = prompt_mask.shape
-        self.limit = limit
-        self.capacity = min(limit, self.length + _GROWTH)
+        rows = len(prompt_mask)
+        self._dtype = dtype
+        self._begin(prompt_mask, limit, keeps)
 
         def room(states: Tensor) -> Tensor:
             # Zeros instead of empty: masked columns are multiplied by 0, and 0 x NaN is NaN.
@@ -110,8 +166,23 @@ class DecodeCache(Cache):
             ]
         )
         self._windows = tuple(dict.fromkeys(windows))
-        self._mask = torch.zeros(rows, 1, 1, limit, dtype=dtype, device=prompt_mask.device)
-        self._mask[:, 0, 0, : self.length].masked_fill_(~prompt_mask, torch.finfo(dtype).min)
+
+    def _begin(self, prompt_mask: Tensor, limit: int, keeps: bool) -> None:
+        rows, self.length = prompt_mask.shape
+        self.limit, self.capacity = limit, min(limit, self.length + _GROWTH)
+        self._mask = torch.zeros(rows, 1, 1, limit, dtype=self._dtype, device=prompt_mask.device)
+        self._mask[:, 0, 0, : self.length].masked_fill_(~prompt_mask, torch.finfo(self._dtype).min)
+        self.rows = torch.arange(rows, device=prompt_mask.device) if keeps else None
+
+    def align(self, spans: Sequence[Span], prompt_mask: Tensor, limit: int) -> None:
+        """Keep the rows of ``spans``; their new prompts are those of ``prompt_mask``."""
+        self._begin(prompt_mask, limit, keeps=True)
+        for layer in self.layers:
+            layer.align(spans, self.length, self.capacity)
+
+    def inserting(self, rows: Tensor, columns: int) -> Cache:
+        """Return the cache of a pass over the last ``columns`` of the prompts of ``rows``."""
+        return Cache(layers=[InsertLayer(layer, rows, self.length - columns) for layer in self.layers])
 
     def write_prompts(self, states: Sequence[KeysAndValues], rows: Tensor, sources: Tensor) -> None:
         """Copy prompts ``sources`` of ``states`` to ``rows``; a prompt is computed once for its samples."""
@@ -124,14 +195,22 @@ class DecodeCache(Cache):
     def next_column(self, keep: Tensor | None) -> Tensor | dict[str, Tensor]:
         """Make room for one column and return its additive mask, by kind of layer if there are two kinds.
 
-        ``keep`` (row indices) drops all other rows.
+        ``keep`` (row indices) are the rows in use from now on, in this order: all others are dropped, or
+        change places with those of ``keep`` behind them (``keeps``, ``to_the_front``).
         """
         full = self.length == self.capacity
         if full:
             self.capacity = min(self.limit, self.capacity + _GROWTH)
-        if full or keep is not None:
+        if keep is not None and self.rows is not None:
+            place = torch.arange(len(keep), device=keep.device)[keep >= len(keep)]
+            places, sources = torch.cat([place, keep[place]]), torch.cat([keep[place], place])
+            self.rows[places] = self.rows[sources]
             for layer in self.layers:
-                layer.resize(keep, self.capacity)
+                layer.move(places, sources)
+        dropping = keep if self.rows is None else None
+        if full or dropping is not None:
+            for layer in self.layers:
+                layer.resize(dropping, self.capacity)
         if keep is not None:
             self._mask = self._mask.index_select(0, keep)
         self.length += 1
@@ -146,6 +225,22 @@ class DecodeCache(Cache):
     def _visible(self, window: int | None) -> Tensor:
         start = 0 if window is None else max(0, self.length - window)
         return self._mask[..., start : self.length]
+
+
+def to_the_front(active_R: Tensor) -> Tensor:
+    """Return the indices of the active rows, in an order in which those of the first places stay there."""
+    order_R = torch.arange(len(active_R), device=active_R.device)
+    first = int(active_R.sum())
+    order_R[:first][~active_R[:first]] = order_R[first:][active_R[first:]]
+    return order_R[:first]
+
+
+def _aligned(states: Tensor, spans: Sequence[Span], capacity: int) -> Tensor:
+    # Zeros, as at first. A row at a time takes less than an indexed copy of all: blocks of memory are copied.
+    aligned = states.new_zeros(len(spans), states.shape[1], capacity, states.shape[3])
+    for row, (place, first, begin, columns) in zip(aligned, spans, strict=True):
+        row[:, begin : begin + columns] = states[place, :, first : first + columns]
+    return aligned
 
 
 def _resized(states: Tensor, keep: Tensor | None, used: int, capacity: int) -> Tensor:
