@@ -222,9 +222,13 @@ def _insert(
     for longest, chosen in _passes(new_R, contexts.input_ids.shape[1]):
         # rows with fewer new tokens compute some of the others again
         ids, positions = (column[chosen, -longest:] for column in (contexts.input_ids, contexts.position_ids))
-        inserting = cache.inserting(chosen, longest)
-        mask = contexts.attention_mask[chosen]
-        logits.append(_last_logits(model, ids, mask, positions, past_key_values=inserting))
+        past, mask = cache.before(longest, chosen), contexts.attention_mask[chosen]
+        logits.append(_last_logits(model, ids, mask, positions, past_key_values=past))
+        states = [
+            (keys[:, :, -longest:], values[:, :, -longest:])
+            for keys, values in keys_and_values(past, len(cache.layers))
+        ]
+        cache.write_prompts(states, chosen, torch.arange(len(chosen), device=chosen.device))
         order.append(chosen)
     return cache, torch.cat(logits)[torch.cat(order).argsort()]
 

@@ -169,6 +169,7 @@ class HFRollout:
             "hidden_token_ids": self.hidden_token_ids,
         }
 
+    @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until the first of ``batches`` is complete, together with those of equal parameters."""
         if self._episodes is None:
@@ -191,7 +192,6 @@ class HFRollout:
         ):
             yield
 
-    @torch.no_grad()
     def _decode(
         self,
         batches: Sequence[InFlight],

@@ -5,8 +5,7 @@ one new token per row without copying the cache for grouped heads. ``attention_w
 layers fit.
 
 Between the turns of samples a cache is kept: rows whose turn has ended stay behind those that are decoded,
-``align`` moves each row to the left of the tokens that it gets, ``inserting`` is the cache of a pass over
-these.
+``align`` moves each row to the left of the tokens that it gets, and ``write_prompts`` adds these.
 
 Shapes: R rows (samples), H key-value heads, D head width, P prompt columns, C columns allocated, L columns in
 use, W a layer's attention window.
@@ -108,27 +107,6 @@ class DecodeLayer(DynamicLayer):
         self.length = length
 
 
-class InsertLayer(DynamicLayer):
-    """Some rows of a ``DecodeLayer``; ``update`` writes their last columns in use."""
-
-    def __init__(self, layer: DecodeLayer, rows: Tensor, length: int) -> None:
-        super().__init__()
-        self.layer, self.rows, self.length = layer, rows, length
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write columns [R, H, S, D]; return all, whatever the window: the mask has it."""
-        end = self.layer.length
-        for stored, new in ((self.layer.stored_keys, key_states), (self.layer.stored_values, value_states)):
-            stored[self.rows, :, self.length : end] = new.to(stored.dtype)
-        return self.layer.stored_keys[self.rows, :, :end], self.layer.stored_values[self.rows, :, :end]
-
-    def get_seq_length(self) -> int:
-        """Return the number of columns before those that are written."""
-        return self.length
-
-
 class DecodeCache(Cache):
     """All layers, and the mask over their columns; prompts are right-aligned in the first P columns."""
 
@@ -180,9 +158,12 @@ class DecodeCache(Cache):
         for layer in self.layers:
             layer.align(spans, self.length, self.capacity)
 
-    def inserting(self, rows: Tensor, columns: int) -> Cache:
-        """Return the cache of a pass over the last ``columns`` of the prompts of ``rows``."""
-        return Cache(layers=[InsertLayer(layer, rows, self.length - columns) for layer in self.layers])
+    def before(self, columns: int, rows: Tensor) -> DynamicCache:
+        """Return a copy of the prompts of ``rows``, without the last ``columns``."""
+        found, seen = DynamicCache(), self.length - columns
+        for number, layer in enumerate(self.layers):
+            found.update(layer.stored_keys[rows, :, :seen], layer.stored_values[rows, :, :seen], number)
+        return found
 
     def write_prompts(self, states: Sequence[KeysAndValues], rows: Tensor, sources: Tensor) -> None:
         """Copy prompts ``sources`` of ``states`` to ``rows``; a prompt is computed once for its samples."""
