@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from strop.environments.pool import EnvironmentPool, Request
 from strop.errors import CheckpointError
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn, ground_truth_of
-from strop.rollout.in_flight import InFlight, Record, RecordedTurn
+from strop.rollout.in_flight import Gather, InFlight, Record, RecordedTurn, exchange
 from strop.rollout.turn_format import TurnFormat, call_id
 
 if TYPE_CHECKING:
@@ -109,14 +110,20 @@ class Episodes:
             batch.replace_prompts(prompts, self._form.pad_token_id)
         return batch
 
-    def complete(self, batches: Sequence[InFlight], decode: Callable[[], None]) -> None:
+    def complete(
+        self, batches: Sequence[InFlight], decode: Callable[[], None], gather: Gather | None = None
+    ) -> None:
         """Let environments answer and ``decode`` turns, until the first of ``batches`` is complete.
 
-        ``decode`` ends when each turn of the first batch has ended.
+        ``decode`` ends when each turn of the first batch has ended. With ``gather``, ranks generate each
+        other's samples, and each answers its own.
         """
         oldest = batches[0]
         while True:
-            self.answer([(batch, row) for batch in batches for row in batch.waiting.nonzero()[:, 0].tolist()])
+            waiting = [(one, row) for one in batches for row in one.waiting.nonzero()[:, 0].tolist()]
+            self.answer([(one, row) for one, row in waiting if one.own.start <= row < one.own.stop])
+            if gather is not None:
+                exchange(waiting, gather)
             if bool(oldest.complete.all()):
                 return
             decode()
@@ -126,6 +133,21 @@ class Episodes:
         asked = [(place, self._ask(*place)) for place in places]
         for (batch, row), future in asked:
             self._go_on(batch, row, None if future is None else future.result())
+
+    def ask(self, batch: InFlight, row: int, arrived: SimpleQueue[tuple[int, Callable[[], None]]]) -> None:
+        """Send a turn to its environment.
+
+        Once its answer is there ``arrived`` gets the row, and a function that inserts the answer.
+        """
+        future = self._ask(batch, row)
+
+        def insert() -> None:
+            self._go_on(batch, row, None if future is None else future.result())
+
+        if future is None:
+            arrived.put((row, insert))
+        else:
+            future.add_done_callback(lambda _: arrived.put((row, insert)))
 
     def columns(self, batch: InFlight) -> DataProto:
         """Close the episodes of this rank's samples; return what is known of them, as columns.

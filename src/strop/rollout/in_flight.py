@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,10 @@ class Record:
         record = cls(**saved)
         record.turns, record.is_resumed = [RecordedTurn(**turn) for turn in saved["turns"]], True
         return record
+
+
+Gather = Callable[[Any], Sequence[Any]]
+"""Return the values of all ranks that generate each other's samples, in their order."""
 
 
 class InFlight:
@@ -272,6 +276,20 @@ class InFlight:
                     )
         for row in range(rows):
             self._seed_turn(row)
+
+
+def exchange(waiting: Sequence[tuple[InFlight, int]], gather: Gather) -> None:
+    """Take over what other ranks have inserted into their samples, which are ``waiting`` here."""
+    own: dict[int, tuple[int, list[int]]] = {}
+    for number, (batch, row) in enumerate(waiting):
+        if batch.own.start <= row < batch.own.stop:
+            own[number] = int(batch.ended[row]), batch.ids(row)
+    for found in gather(own):
+        for number in found.keys() - own.keys():
+            (batch, row), (ended, ids) = waiting[number], found[number]
+            batch.ended[row] = ended
+            if not ended:
+                batch.insert(row, ids[int(batch.lengths[row]) :])
 
 
 class Queue:

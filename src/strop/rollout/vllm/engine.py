@@ -12,8 +12,9 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -205,13 +206,16 @@ class VLLMRollout:
 
     def _batch(self, prompts: DataProto, params: SamplingParams) -> InFlight:
         """Return the samples of all ranks of the tensor-parallel group, each of which submits all of them."""
-        group = get_tp_group()
         columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
-        of_ranks: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(of_ranks, columns.to("cpu"), group=group.cpu_group)
+        of_ranks, rank = gathered(columns.to("cpu")), get_tp_group().rank_in_group
         if self._episodes is None:
-            return InFlight(prompts, params, of_ranks, group.rank_in_group)
-        return self._episodes.begin(InFlight(prompts, params, turn_length=self._episodes.turn_length))
+            return InFlight(prompts, params, of_ranks, rank)
+        length = self._episodes.turn_length
+        batch = self._episodes.begin(InFlight(prompts, params, of_ranks, rank, turn_length=length))
+        first = batch.own.start // params.n
+        # with the texts that the resets of all ranks returned
+        batch.prompt_ids = [*itertools.chain(*gathered(batch.prompt_ids[first : first + len(prompts)]))]
+        return batch
 
     @property
     def _special_ids(self) -> dict[str, Any]:
@@ -235,8 +239,50 @@ class VLLMRollout:
             raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
         if self._episodes is None:
             self._decode(batches, version, finished)
+        elif len(batches) == 1 and self._seed_per_sample and get_tp_group().world_size == 1:
+            self._play(self._episodes, batches[0], version)
         else:
-            self._episodes.complete(batches, partial(self._decode, batches, version, None))
+            self._episodes.complete(batches, partial(self._decode, batches, version, None), gathered)
+
+    def _play(self, episodes: Episodes, batch: InFlight, version: int) -> None:
+        """Generate until a batch is complete; a turn is answered, and the next one begins, while others run.
+
+        Only for a batch alone, whose samples depend on their seeds and not on what runs with them: otherwise
+        the time of an answer would change samples.
+        """
+        engine = self._llm.llm_engine
+        arrived = SimpleQueue[tuple[int, Callable[[], None]]]()
+        running: dict[str, int] = {}
+        asked: set[int] = set()
+        names = map(str, itertools.count())
+        at_once = engine.vllm_config.scheduler_config.max_num_seqs
+
+        def go_on(row: int) -> None:
+            if bool(batch.waiting[row]):
+                asked.add(row)
+                episodes.ask(batch, row, arrived)
+            elif bool(batch.decoding[row]):
+                running[name := next(names)] = row
+                self._add(name, batch, row, RequestOutputKind.FINAL_ONLY)
+            else:
+                self.advanced(1, 0)
+
+        for row in range(len(batch.lengths)):
+            go_on(row)
+        try:
+            while running or asked:
+                while asked and not (running and arrived.empty()):
+                    row, insert = arrived.get()
+                    insert()
+                    asked.remove(row)
+                    go_on(row)
+                self.advanced(0, min(len(running), at_once))
+                for output in list[Any](engine.step()) if running else []:
+                    row = running.pop(output.request_id)
+                    batch.add(torch.tensor([row]), _samples(output.outputs[0]), version)
+                    go_on(row)
+        finally:
+            engine.abort_request(list(running))
 
     def _decode(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until each sample, or turn, of the first of ``batches`` has ended."""
@@ -270,8 +316,7 @@ class VLLMRollout:
             for key, (batch, row) in running.items():
                 # Of a later batch the tokens are needed whenever the first one is complete.
                 kind = RequestOutputKind.FINAL_ONLY if batch is oldest else RequestOutputKind.CUMULATIVE
-                prompt = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
-                engine.add_request(key, tokens_input(prompt), self._sampling(batch, row, kind))
+                self._add(key, batch, row, kind)
             while left:
                 steps, before = list[Any](engine.step()), left
                 for output in steps:
@@ -289,6 +334,10 @@ class VLLMRollout:
         finally:
             engine.abort_request(list(running))
         return [*outputs.values()]
+
+    def _add(self, key: str, batch: InFlight, row: int, kind: RequestOutputKind) -> None:
+        prompt = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
+        self._llm.llm_engine.add_request(key, tokens_input(prompt), self._sampling(batch, row, kind))
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
         """Return the parameters of the request that continues a sample."""
@@ -348,12 +397,7 @@ class VLLMRollout:
 
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group."""
-        group = get_tp_group()
-        parts: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(
-            parts, held_checksums(self._worker.model_runner.get_model()), group=group.cpu_group
-        )
-        found = add_up(parts)
+        found = add_up(gathered(held_checksums(self._worker.model_runner.get_model())))
         for name, original in self._tied.items():
             # where vLLM holds a tied weight twice, both copies must be the actor's
             if found.pop(name, found[original]) != found[original]:
@@ -377,6 +421,14 @@ class VLLMRollout:
             self._llm.sleep(level=2)
             self._ledger.forget()
             self._asleep = True
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks of the tensor-parallel group."""
+    group = get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found
 
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:

@@ -12,7 +12,6 @@ from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
 from strop.config.roles import Schedule
-from strop.config.schema.environment import uses_environment
 from strop.errors import ConfigError
 from strop.rollout.vllm.keys import SECTIONS, Sampling, SamplingConfig
 
@@ -65,11 +64,6 @@ class VLLMKind(RolloutKind):
                 f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
                 f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower "
                 "the latter"
-            )
-        if uses_environment(config) and tensor_parallel_size(config) > 1:
-            yield error(
-                f"environment with {_ROLLOUT}.tensor_model_parallel_size={tensor_parallel_size(config)}: "
-                "the ranks of an engine generate one another's samples, which have no turns yet; set it to 1"
             )
         if seed_per_sample(config) is False and _generates_beside_the_learner(config):
             yield error(
