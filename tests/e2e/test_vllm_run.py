@@ -123,17 +123,20 @@ def test_it_generates_ahead_and_a_killed_run_continues_to_the_same_numbers(input
 
 
 REPLIES = """
+import os, random, time
+
 class Replies:
     def reset(self, seed):
         self.seed = seed
 
     def respond(self, response, turn):
+        time.sleep(random.SystemRandom().random() * float(os.environ["DELAY"]))
         return None if turn == 2 else str(self.seed % 100)
 """
 
 
 @pytest.mark.slow
-def test_turns_are_sampled_as_they_are_trained(inputs):
+def test_turns_are_sampled_as_they_are_trained_whenever_answers_come(inputs, monkeypatch):
     (inputs / "replies.py").write_text(REPLIES)
     options = (
         *VLLM,
@@ -142,8 +145,11 @@ def test_turns_are_sampled_as_they_are_trained(inputs):
         "actor_rollout_ref.rollout.stop_token_ids=[4,5,6,7,8,9]",  # a random policy seldom says <end>
         "algorithm.adv_estimator=grpo",
     )
-    found = [hashes(train(overrides(inputs, inputs / name, *options))) for name in ("turns", "again")]
+    found = []
+    for delay in ("0", "0.1"):
+        monkeypatch.setenv("DELAY", delay)
+        found.append(hashes(train(overrides(inputs, inputs / f"turns{delay}", *options))))
     assert found[0] == found[1]
-    lines = [line for line in read_metrics(inputs / "turns" / "metrics.jsonl") if line["step"]]
+    lines = [line for line in read_metrics(inputs / "turns0" / "metrics.jsonl") if line["step"]]
     assert max(line["training/rollout_probs_diff_mean"] for line in lines) < 1e-5
     assert min(line["turns/mean"] for line in lines) > 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from strop.errors import ModelError
+from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf import decoding, engine
@@ -66,7 +69,9 @@ def test_log_probs_are_those_of_a_full_pass_and_samples_those_computed_afresh(fa
     if not any(word in family for word in ("eager", "moe", "mixtral")):  # these have float32 parts
         model, tolerance = model.double(), 1e-6
     prompts = prompts_of(LENGTHS, n=3)
-    kept, again = (rollout_of(model).generate(prompts, PARAMS).batch for _ in range(2))
+    rollouts = [rollout_of(model) for _ in range(2)]
+    passes.clear()
+    kept, again = (rollout.generate(prompts, PARAMS).batch for rollout in rollouts)
     assert len(passes) >= 2 * (TURNS - 2)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
     mask = kept["response_mask"].bool()
@@ -86,6 +91,7 @@ def test_samples_of_later_batches_and_other_weights_go_on_as_if_computed_afresh(
     def run() -> list[DataProto]:
         model = tiny_lm().double()
         rollout = rollout_of(model, micro_batch_size=size)
+        passes.clear()
         answers = []
         for number in range(4):
             prompts = prompts_of(LENGTHS, n=3)
@@ -107,6 +113,42 @@ def test_samples_of_later_batches_and_other_weights_go_on_as_if_computed_afresh(
         assert (found.batch["rollout_log_probs"] - expected.batch["rollout_log_probs"]).abs().max() < 1e-6
     versions = kept[-1].batch["rollout_versions"]
     assert len(versions[versions >= 0].unique()) == 2  # a sample that two versions of the weights generated
+
+
+def test_bfloat16_log_probs_are_near_those_of_a_pass_in_bfloat16(passes):
+    model = tiny_lm("llama")
+    rollout = rollout_of(model, compute_dtype=torch.bfloat16)
+    passes.clear()
+    batch = rollout.generate(prompts_of(LENGTHS, n=3), PARAMS).batch
+    assert passes
+    with low_precision(model, torch.bfloat16):
+        expected = response_log_probs(model, batch)
+    mask = batch["response_mask"].bool()
+    assert float((batch["rollout_log_probs"] - expected)[mask].abs().mean()) < 0.05
+
+
+class TakesAnyPassForTheFirst(LlamaForCausalLM):
+    """Masks a pass of several tokens as if none came before, as decoders of old do."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, logits_to_keep=0, **options):
+        if input_ids.shape[1] > 1:
+            options["attention_mask"] = options["attention_mask"].clone()
+            options["attention_mask"][:, : -input_ids.shape[1]] = 0
+        return super().forward(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            logits_to_keep=logits_to_keep,
+            **options,
+        )
+
+
+def test_models_that_would_continue_wrongly_are_refused():
+    torch.manual_seed(0)
+    model = TakesAnyPassForTheFirst(FAMILIES["llama"]()).eval()
+    HFRollout(model, pad_token_id=PAD, eos_token_ids=[EOS])
+    with pytest.raises(ModelError, match="TakesAnyPassForTheFirst"):
+        rollout_of(model)
 
 
 def test_the_cache_grows_with_its_longest_row_only(monkeypatch):

@@ -114,7 +114,11 @@ def test_turns_that_are_answered_as_they_end_are_those_of_waves(rollout, model, 
     step = rollout._llm.llm_engine.step
     monkeypatch.setattr(rollout._llm.llm_engine, "step", lambda: steps.append(1) or step())
     found = [rollout.generate(_prompts(delay), PARAMS).batch for delay in (0.0, 0.0, 0.2)]
-    print("steps", len(steps) / 3, [float((one["rollout_log_probs"] - found[0]["rollout_log_probs"]).abs().max()) for one in found])
+    print(
+        "steps",
+        len(steps) / 3,
+        [float((one["rollout_log_probs"] - found[0]["rollout_log_probs"]).abs().max()) for one in found],
+    )
     in_waves = partial(rollout._episodes.complete, gather=None)
     monkeypatch.setattr(
         rollout,

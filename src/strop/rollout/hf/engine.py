@@ -76,7 +76,7 @@ class HFRollout:
         self.micro_batch_size = micro_batch_size
         self.advanced: Advanced = lambda done, tokens: None
         self._queue = Queue()
-        self._episodes: Episodes | None = None
+        self._episodes: Episodes | _TrialTurns | None = None
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
         missing = {"position_ids", "past_key_values", "logits_to_keep"} - parameters.keys()
@@ -92,6 +92,9 @@ class HFRollout:
             model_errors(model, "rollout.name=hf: "),
         ):
             check_decoding(model, self.generate)
+            if episodes is not None:
+                self._episodes = _TrialTurns()
+                check_decoding(model, self.generate, turns=True)
         self.compute_dtype = compute_dtype  # set after the check, which bfloat16 rounding would blur
         self._episodes = episodes  # likewise: the check has no rows
 
@@ -344,14 +347,37 @@ def _eval_mode(model: PreTrainedModel) -> Generator[None]:
             module.training = True
 
 
+class _TrialTurns:
+    """Two turns of a token, with two tokens between them, in place of ``Episodes``."""
+
+    turn_length = 2
+
+    def begin(self, batch: InFlight) -> InFlight:
+        return batch
+
+    def complete(self, batches: Sequence[InFlight], decode: Callable[[], None]) -> None:
+        (batch,) = batches
+        decode()
+        for row in range(len(batch.lengths)):
+            batch.insert(row, batch.prompt_ids[0][:2].tolist())
+        decode()
+        batch.ended[:] = 1
+
+    def columns(self, batch: InFlight) -> DataProto:
+        return DataProto()
+
+
 def check_decoding(
-    model: PreTrainedModel, generate: Callable[[DataProto, SamplingParams], DataProto]
+    model: PreTrainedModel,
+    generate: Callable[[DataProto, SamplingParams], DataProto],
+    *,
+    turns: bool = False,
 ) -> None:
     """Raise ``ModelError`` if decoded log-probs differ from those of a plain forward pass.
 
-    Decodes four tokens after two short prompts. A family whose cache, positions or masks work differently
-    from what this package assumes would otherwise train on wrong samples. Call it in eval mode, in float32,
-    without gradient.
+    Decodes four tokens after two short prompts, with ``turns`` those of ``_TrialTurns``. A family whose
+    cache, positions or masks work differently from what this package assumes would otherwise train on wrong
+    samples. Call it in eval mode, in float32, without gradient.
     """
     vocabulary = model.config.get_text_config().vocab_size
     lengths = torch.tensor(_CHECK_LENGTHS)
@@ -363,9 +389,9 @@ def check_decoding(
             "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
         }
     )
-    decoded = generate(prompts, SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True)).to(
-        model.device
-    )
+    stops = tuple(range(vocabulary)) if turns else ()
+    params = SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True, stop_token_ids=stops)
+    decoded = generate(prompts, params).to(model.device)
     # prompts have 5 columns: logits from column 4 on predict the new tokens
     whole = model(
         **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
@@ -374,7 +400,8 @@ def check_decoding(
     expected = whole.float().log_softmax(-1)
     spread = float(expected.std(-1).max())
     expected = expected.gather(2, decoded.batch["responses"][..., None])[..., 0]
-    error = float((decoded.batch["rollout_log_probs"] - expected).abs().max())
+    found, mask = decoded.batch["rollout_log_probs"], decoded.batch["response_mask"]
+    error = float(((found - expected) * mask).abs().max())
     # A wrong mask or position moves log-probs by a good part of their spread; rounding does not.
     tolerance = 1e-5 + spread * (0.01 if model.dtype == torch.float32 else 0.1)
     if error > tolerance:
