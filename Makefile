@@ -52,6 +52,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/rollout_hf.py
 	$(BIN)/python benchmarks/rollout_vllm.py
 	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py
+	PYTHONPATH=examples $(BIN)/python benchmarks/turns.py --out benchmarks/results/turns_$(TODAY).md
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/driver.py
