@@ -1,6 +1,6 @@
 """What several turns cost rollout `hf`: processor time of a sampled token, and seconds beside slow tools.
 
-    PYTHONPATH=examples python benchmarks/turns.py [--models 140k 5M 30M] [--rounds 3] [--out FILE]
+    PYTHONPATH=examples python benchmarks/turns.py [--models 140k 5M] [--rounds 3] [--out FILE]
 
 64 samples (16 prompts of 4, of 32 to 64 tokens) take 8 turns of 16 tokens: each one of 16 (even), or of 1 to
 64 (uneven, geometric). An environment answers with 8 digits, 10 tokens with what the chat template puts
@@ -34,11 +34,13 @@ from transformers import PreTrainedModel
 
 from strop.config.load import load_config
 from strop.environments.loading import load_environments
+from strop.environments.pool import EnvironmentPool
 from strop.passed import passing
 from strop.rollout.base import SamplingParams
-from strop.rollout.episodes import Episodes, TurnFormat
+from strop.rollout.episodes import Episodes
 from strop.rollout.hf import decoding
 from strop.rollout.hf import engine as hf
+from strop.rollout.turn_format import TurnFormat
 
 from rollout_hf import build, prompts_of
 from tiny_model import build_tokenizer
@@ -144,9 +146,8 @@ def rollout_of(model: PreTrainedModel, environment: type, turns: int) -> hf.HFRo
     with passing({name: environment}):
         environments = load_environments(section)
     assert environments is not None
-    tokenizer = build_tokenizer()
-    form = TurnFormat.of(config, environments, tokenizer, [END])
-    episodes = Timed(environments, section, tokenizer, [END], form)
+    form = TurnFormat(config, environments, build_tokenizer(), [END])
+    episodes = Timed(environments, section, form, EnvironmentPool.of(environments, section))
     return hf.HFRollout(model, pad_token_id=0, eos_token_ids=[END], episodes=episodes)
 
 
@@ -207,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", default=["140k", "5M", "30M"])
+    parser.add_argument("--models", nargs="*", default=["140k", "5M"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -35,7 +35,8 @@ class Inserts:
         while True:
             for batch in batches:
                 for row in batch.waiting.nonzero()[:, 0].tolist():
-                    if sum(part.is_turn for part in batch.parts(row)) == TURNS:
+                    sampled = (batch.versions[row] >= 0).int()
+                    if int((sampled.diff(prepend=sampled.new_zeros(1)) > 0).sum()) == TURNS:
                         batch.end(row, "turns")
                     else:
                         last = sum(batch.ids(row))

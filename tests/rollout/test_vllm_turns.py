@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from strop.config.load import load_config
 from strop.environments.loading import load_environments
+from strop.environments.pool import EnvironmentPool
 from strop.passed import passing
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
-from strop.rollout.episodes import Episodes, TurnFormat
+from strop.rollout.episodes import Episodes
+from strop.rollout.turn_format import TurnFormat
 
 import tiny_model
 from outside import require_vllm
@@ -52,8 +54,8 @@ def _episodes() -> Episodes:
     with passing({name: Replies}):
         environments = load_environments(section)
     assert environments is not None
-    form = TurnFormat.of(config.model_copy(update={"environment": section}), environments, tokenizer, [EOS])
-    return Episodes(environments, section, tokenizer, [EOS], form)
+    form = TurnFormat(config.model_copy(update={"environment": section}), environments, tokenizer, [EOS])
+    return Episodes(environments, section, form, EnvironmentPool.of(environments, section))
 
 
 def _prompts(delay: float, number: int = 0) -> DataProto:
@@ -90,7 +92,7 @@ def rollout(model, tmp_path_factory):
     made = rollout_of(model, tmp_path_factory.mktemp("engine"))
     made._episodes = _episodes()
     yield made
-    made._episodes.close()
+    made._episodes._pool.close()
 
 
 def _of_two_batches(rollout, rows: slice = slice(None)) -> list[dict[str, torch.Tensor]]:
@@ -110,15 +112,7 @@ def _equal(found, expected) -> None:
 
 
 def test_turns_that_are_answered_as_they_end_are_those_of_waves(rollout, model, monkeypatch):
-    steps = []
-    step = rollout._llm.llm_engine.step
-    monkeypatch.setattr(rollout._llm.llm_engine, "step", lambda: steps.append(1) or step())
     found = [rollout.generate(_prompts(delay), PARAMS).batch for delay in (0.0, 0.0, 0.2)]
-    print(
-        "steps",
-        len(steps) / 3,
-        [float((one["rollout_log_probs"] - found[0]["rollout_log_probs"]).abs().max()) for one in found],
-    )
     in_waves = partial(rollout._episodes.complete, gather=None)
     monkeypatch.setattr(
         rollout,
@@ -151,4 +145,4 @@ def on_a_rank(model, folder):
     try:
         return _of_two_batches(rollout, [slice(0, 1), slice(1, 4)][rank])
     finally:
-        rollout._episodes.close()
+        rollout._episodes._pool.close()

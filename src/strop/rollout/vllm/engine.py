@@ -212,9 +212,10 @@ class VLLMRollout:
             return InFlight(prompts, params, of_ranks, rank)
         length = self._episodes.turn_length
         batch = self._episodes.begin(InFlight(prompts, params, of_ranks, rank, turn_length=length))
+        # what the resets of the other ranks returned, and lost
         first = batch.own.start // params.n
-        # with the texts that the resets of all ranks returned
         batch.prompt_ids = [*itertools.chain(*gathered(batch.prompt_ids[first : first + len(prompts)]))]
+        batch.ended = torch.cat(gathered(batch.ended[batch.own]))
         return batch
 
     @property
