@@ -12,11 +12,12 @@ from strop.config.load import load_config
 def valid(tmp_path):
     """Overrides that make a configuration without errors or warnings."""
     (tmp_path / "train.parquet").touch()
+    (tmp_path / "test.parquet").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return [
         f"data.train_files={tmp_path}/train.parquet",
-        f"data.val_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/test.parquet",
         f"actor_rollout_ref.model.path={tmp_path}/model",
         "actor_rollout_ref.rollout.name=hf",
         "trainer.logger=[console]",

@@ -144,7 +144,7 @@ def test_a_misspelt_path_is_answered_by_the_one_that_is_there(report, tmp_path, 
         ["algorithm.adv_estimator=json:loads", "reward_model.reward_manager=__main__:Manager"],
         ["actor_rollout_ref.actor.policy_loss=os.path.join", "trainer.logger=[console,json:JSONDecoder]"],
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "data.tokenizer=hdfs://host/tokenizer"],
-        ["data.train_files=s3://bucket/train.parquet", "custom_reward_function.path=s3://bucket/r.py"],
+        ["data.train_files=s3://bucket/train.parquet"],
         # a model that the run does not load
         ["critic.model.path=/no/model", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"],
         ["reward_model.model.path=/no/model"],
@@ -494,6 +494,8 @@ def test_values_that_no_run_can_take_are_out_of_bounds(override):
         ("actor_rollout_ref.model.external_lib=json.nothing", ("external_lib", "json.nothing")),
         ("reward_model.reward_manager=json.nothing:Manager", ("reward_manager", "json.nothing")),
         ("custom_reward_function.path=/no/reward.py", ("custom_reward_function.path", "/no/reward.py")),
+        ("custom_reward_function.path=https://a.b/r.py", ("path=https://a.b/r.py", "file on this machine")),
+        ("actor_rollout_ref.model.path=https://huggingface.co/a/b", ("model.path=https://", "OWNER/NAME")),
     ],
 )
 def test_what_a_run_would_stop_at_is_found_without_running_it(report, override, parts):
@@ -505,6 +507,18 @@ def test_a_reward_file_that_is_no_file_is_named_without_waiting_for_a_writer(rep
     make(tmp_path / "reward.py")
     (line,) = report(f"custom_reward_function.path={tmp_path}/reward.py").errors
     assert mentions(line, "custom_reward_function.path", "reward.py", "expected a file")
+
+
+def test_a_server_as_reward_model_is_called_by_a_function(report):
+    (line,) = report("reward_model.enable=True", "reward_model.model.path=http://localhost:8000/score").errors
+    assert mentions(line, "reward_model.model.path=http://localhost:8000/score", "strop docs rewards")
+
+
+def test_a_validation_file_that_is_a_training_file_is_named_with_both_keys(report, tmp_path):
+    files = f"data.val_files=[{tmp_path}/test.parquet,{tmp_path}/train.parquet]"
+    (line,) = doubts(report(files))
+    assert mentions(line, "data.val_files", "train.parquet", "data.train_files")
+    assert doubts(report(files, "trainer.val_only=True")) == []
 
 
 def test_a_reward_file_with_a_mistake_is_named_with_its_line(report, tmp_path):

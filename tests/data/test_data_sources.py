@@ -215,6 +215,8 @@ def write_lines(path, rows):
         ("a.json", '{\n"a": 1}', ("a.json, line 1", "a list of objects")),
         ("a.json", "[1]", ("a.json, record 0", "found 1")),
         ("a.csv", "a,b\n1,2\n1,2,3\n", ("a.csv", "Row #3", "Expected 2 columns, got 3")),
+        ("a.csv", 'a,b\n1,"x\ny"\n2,"z\n3,w\n', ("a.csv, line 4", "quote")),
+        ("a.csv", 'a,b\n1,x\n"2,y\n3,"z"\n4,w\n', ("a.csv, line 3", "quote")),
         ("a.csv", "a,a\n1,2\n", ("a.csv", "two columns", "'a'")),
         ("a.csv", b"a,b\n1,x\n2,gr\xfcn\n", ("a.csv, line 3", "not UTF-8", "gr\\xfcn", "iconv -f LATIN1")),
         ("a.csv", b"gr\xfcn,b\n1,x\n", ("a.csv, line 1", "not UTF-8")),
@@ -254,6 +256,14 @@ def test_a_header_without_an_end_is_one_short_error(header, tmp_path):
         with pytest.raises(DataError, match=naming(name, "first line")) as caught:
             read_table(tmp_path / name)
         assert len(str(caught.value)) < 300
+
+
+def test_a_quote_within_a_csv_text_is_kept(tmp_path):
+    (tmp_path / "a.csv").write_text('a,b\n15" screen,1\n"an ""x""",2\n')
+    assert read_table(tmp_path / "a.csv").to_pylist() == [
+        {"a": '15" screen', "b": 1},
+        {"a": 'an "x"', "b": 2},
+    ]
 
 
 def test_a_field_of_csv_may_be_as_long_as_a_book(tmp_path):

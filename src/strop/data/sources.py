@@ -323,6 +323,7 @@ def _saved_table(folder: Path) -> pa.Table:
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
     """Return a CSV file with types inferred by pyarrow, but dates as text; an empty number is null."""
     delimiter = _delimiter(name, path)
+    _require_closed_quotes(name, path, delimiter)
 
     def read(text_columns: Iterable[str]) -> pa.Table:
         return pyarrow.csv.read_csv(
@@ -350,6 +351,24 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
 
 _LONGEST_ROW, _LONGEST_HEADER = 64 * 2**20, 100_000
 """In bytes; the latter is below the csv module's limit of a field."""
+
+
+def _require_closed_quotes(name: str, path: Path, delimiter: str) -> None:
+    """Raise ``DataError`` with the line of an unclosed quote; pyarrow may read all below it as one text."""
+    with open_data(path) as file:
+        if sum(block.count(b'"') for block in iter(lambda: file.read(2**20), b"")) % 2 == 0:
+            return
+    with open_data(path) as file:
+        rows = csv.reader((line.decode(errors="replace") for line in file), delimiter=delimiter, strict=True)
+        line = 1
+        try:
+            for _ in rows:
+                line = rows.line_num + 1
+        except csv.Error as error:
+            raise DataError(
+                f'{name}, line {line}: a quote (") opens in this row and is not closed; '
+                'a quote inside a quoted text is written twice ("")'
+            ) from error
 
 
 def _delimiter(name: str, path: Path) -> str:

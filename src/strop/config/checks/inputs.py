@@ -52,6 +52,13 @@ def data_files(config: RootConfig) -> Iterator[Finding]:
                     f"data.{key}: no file {file}, and reading it from the Hugging Face hub needs the "
                     "package 'datasets': pip install 'strop[hub]'"
                 )
+    data = config.data
+    if not config.trainer.val_only and (
+        both := [file for file in data.val_files if file in data.train_files]
+    ):
+        yield warning(
+            f"data.val_files: {both[0]} is in data.train_files, too: validation measures no new prompts"
+        )
 
 
 _OWN_TEMPLATE_ARGUMENTS = ("add_generation_prompt", "continue_final_message", "return_dict", "tokenize")
@@ -82,6 +89,10 @@ def models(config: Config) -> Iterator[Finding]:
 def model_folder(key: str, path: str) -> Iterator[Finding]:
     """Require a model in the folder that the key `key` names, if it names one."""
     folder = Path(expand(path))
+    if path.startswith(("http://", "https://")) and not path.endswith(".gguf"):
+        expected = "expected a folder or a name on the hub (OWNER/NAME)"
+        server = "; a server is called by a reward function (strop docs rewards)" * ("reward" in key)
+        yield error(f"{key}={path}: {expected}{server}")
     if not path or is_url(path):
         return
     if folder.exists() or not may_be_a_hub_name(path):
@@ -112,7 +123,10 @@ def _used_sections(config: RootConfig) -> set[str]:
 def reward_file(config: Config) -> Iterator[Finding]:
     """Require the file of a user's reward function, with Python in it; it is not run."""
     path = config.custom_reward_function.path
-    if path is None or is_url(path) or is_function(path):
+    if path is None or is_function(path):
+        return
+    if is_url(path):
+        yield error(f"custom_reward_function.path={path}: expected a Python file on this machine")
         return
     file = Path(expand(path))
     try:
