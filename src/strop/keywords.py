@@ -688,11 +688,9 @@ class TrainEnvironment(TypedDict, total=False):
     """A class of yours, or tools, that answer the policy's turns; see strop docs environments."""
 
     path: Mapping[str | Path, Any]
-    """file.py:Class, gym:ID, mcp:COMMAND or mcp:URL; or {name: one of these}, chosen by the column
-`environment` of each row; null: none."""
+    """file.py:Class, gym:ID, mcp:COMMAND, mcp:URL; or {name: one of these}, by the column `environment`."""
     tools: Sequence[str]
-    """Further tools: file.py:function; file.py:Class, whose public methods are tools; python, a sandbox;
-mcp:COMMAND or mcp:URL, those of a server; mcp-shared:... one server for all samples of a process."""
+    """Further tools: file.py:function, file.py:Class, python (the sandbox), mcp:COMMAND, mcp:URL."""
     max_turns: int
     """Turns of the policy; the calls of the last one are run, and its answers are not inserted."""
     turn_length: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -80,13 +81,14 @@ def test_numbers_of_processes_that_do_not_fit_are_errors():
 @pytest.fixture(params=[SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 def warnings(request, tmp_path):
     """The warnings about a run that could start, of a model made for 2048 tokens."""
-    (tmp_path / "rows.parquet").touch()
+    files = [f"data.{key}={tmp_path}/{key}.parquet" for key in ("train_files", "val_files")]
+    for file in files:
+        Path(file.partition("=")[2]).touch()
     shape = {
         "vocab_size": 100, "max_position_embeddings": 2048, "hidden_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    files = [f"data.{key}={tmp_path}/rows.parquet" for key in ("train_files", "val_files")]
     one_process = (f"model.path={tmp_path}", "trainer.n_gpus_per_node=1", "trainer.device=cpu")
 
     def run(*overrides):
