@@ -233,7 +233,7 @@ def test_a_sample_whose_reset_hangs_is_lost_once(tmp_path):
     assert result.batch["n_errors"].tolist() == [1, 0]
     assert answers(result, 0) == []
     assert "reset: it took longer" in json.loads(result.non_tensor_batch["conversation"][0])["error"]
-    assert (tmp_path / "hangs").read_text() == "x"
+    assert (tmp_path / "hangs").read_text() == "xx"  # once among others, which may have made it late
 
 
 class Starts:

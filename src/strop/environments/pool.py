@@ -3,12 +3,14 @@
 An episode stays in one process, which has up to ``concurrency`` requests at a time. A process without the
 episode of a request gets its row, seed and earlier turns first, as a message of its own. A process that is
 lost (a method past its deadline, a crash, a line that is no answer) costs the request at fault; the others
-are sent again to the next process, which plays their episodes again. A crash is the fault of the request that
-crashes two processes, the second one alone in it: the first may have been killed from outside.
+are sent again to the next process, which plays their episodes again. At fault is a request that costs two
+processes, the second one with its episode alone: the first may have been killed from outside, and a method
+may be late because others of its process compute.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import queue
@@ -28,9 +30,11 @@ from strop.rewards.worker.process import Child
 
 _LONGEST_LINE = 1 << 26  # bytes of an answer: the texts of all turns that were played again
 _TICK_S = 0.002  # time until a request that comes while others are in flight is sent
+_CLOSE_S = 0.2  # the same for the request to end
+_LATE = 0.1  # part of the timeout: requests so close to their deadline may be late as well as the first
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A turn of an episode, or its end."""
 
@@ -46,7 +50,7 @@ class Request:
     begun: dict[str, Any] | None = None
     """The answer of the process that has begun the episode for this request; None while it has not."""
     is_suspect: bool = False
-    """It was in flight when a process crashed."""
+    """It was in flight when a process was lost."""
 
     @property
     def closes(self) -> bool:
@@ -117,18 +121,20 @@ class _Process:
         self._arrived: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._suspects: deque[Request] = deque()
-        """Requests that were in flight when a process crashed; each runs alone."""
+        """Requests that may have cost a process; each runs alone."""
         self._in_flight: dict[str, Request] = {}
         self._child: Child | None = None
         self._known: dict[str, int] = {}
         """Episodes of the running process, and how many of their turns it has played."""
-        self._open = True
+        self._open, self._has_ended = True, False
         self._thread = threading.Thread(target=self._run, name="strop-environments", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request | None) -> None:
         """Send a request; None ends the process, and the requests without an answer."""
         self._arrived.put(request)
+        if self._has_ended:
+            self._refuse()
 
     def close(self) -> None:
         self.submit(None)
@@ -144,6 +150,15 @@ class _Process:
             # Given to every request that waits, in its caller's thread.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error)
+        self._has_ended = True
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Answer all requests, and those that have arrived since, by an error."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (request := self._arrived.get(block=False)) is not None:
+                    self._waiting.append(request)
         self._fail(RuntimeError("the processes of the environment are closed"))
 
     def _fail(self, error: BaseException) -> None:
@@ -166,12 +181,15 @@ class _Process:
             wait = False
 
     def _send(self) -> None:
-        if self._suspects:
-            if not self._in_flight:
-                self._start(self._suspects)
+        if self._suspects and not self._in_flight:
+            self._start(self._suspects)
+        if self._tries_alone():
             return
         while self._waiting and len(self._in_flight) < self._concurrency:
             self._start(self._waiting)
+
+    def _tries_alone(self) -> bool:
+        return bool(self._suspects) or any(request.is_suspect for request in self._in_flight.values())
 
     def _start(self, requests: deque[Request]) -> None:
         """Send the first of ``requests``; it stays there if no process starts."""
@@ -222,8 +240,8 @@ class _Process:
         child = self._child
         assert child is not None
         first = min(self._in_flight.values(), key=lambda request: request.deadline)
-        may_send = not self._suspects and len(self._in_flight) < self._concurrency
-        until = min(first.deadline, time.monotonic() + _TICK_S) if may_send else first.deadline
+        may_send = not self._tries_alone() and len(self._in_flight) < self._concurrency
+        until = min(first.deadline, time.monotonic() + (_TICK_S if may_send else _CLOSE_S))
         try:
             if (line := child.lane.exchange(until, child.is_alive)) is None:
                 return
@@ -231,7 +249,7 @@ class _Process:
             request = self._in_flight.pop(answer.pop("token"))
         except TimeoutError:
             if time.monotonic() >= first.deadline:
-                self._lose(f"it took longer than {self._timeout_s:g} s and was cut off", first)
+                self._lose(f"it took longer than {self._timeout_s:g} s and was cut off", is_late=True)
         except EOFError:
             self._lose("it ended its process")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -252,22 +270,23 @@ class _Process:
             self._known[request.episode] += 1
         request.answer.set_result({**(request.begun or {}), **answer})
 
-    def _lose(self, reason: str, culprit: Request | None = None) -> None:
-        """Drop the process: the request at fault is answered, the others are sent again."""
-        requests = [*self._in_flight.values()]
-        self._in_flight.clear()
-        is_alone = culprit is None and len(requests) == 1 and requests[0].is_suspect
-        culprit = requests[0] if is_alone else culprit
+    def _lose(self, reason: str, *, is_late: bool = False) -> None:
+        """Drop the process: a request that is alone at fault is answered, the others are sent again."""
+        requests, now = [*self._in_flight.values()], time.monotonic()
+        suspects = [one for one in requests if not is_late or one.deadline < now + _LATE * self._timeout_s]
+        culprit = suspects[0] if len(requests) == 1 and requests[0].is_suspect else None
+        if culprit is not None and not is_late and not self._known.keys() <= {culprit.episode}:
+            culprit = None  # the memory is of all episodes
         is_begun = culprit is not None and self._is_begun(culprit)
         ending = self._drop()
+        self._in_flight.clear()
         if culprit is None:
-            for request in requests:
+            for request in suspects:
                 request.is_suspect = True
-            self._suspects.extend(requests)
+            self._suspects.extendleft(reversed(suspects))  # the first one has the next process to itself
+            self._waiting.extendleft(reversed([one for one in requests if one not in suspects]))
             return
-        if is_alone:
-            reason = f"{reason}: {ending}"
-        self._waiting.extendleft(reversed([request for request in requests if request is not culprit]))
+        reason = reason if is_late else f"{reason}: {ending}"
         if "turn" in culprit.content and is_begun:
             culprit.answer.set_result({**(culprit.begun or {}), "lost": reason})
         else:
