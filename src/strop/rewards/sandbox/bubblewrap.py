@@ -147,6 +147,7 @@ def _inner(
     command = [bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    command += ["--setenv", "PYTHONHASHSEED", "0"]  # sets print alike when a call is played again
     command += ["--as-pid-1"]  # bubblewrap does not wait for a process 1 of its own: it would stay a zombie
     for target, source in mounts.items():
         command += ["--ro-bind", source, target]
@@ -163,7 +164,7 @@ def _inner(
     command += ["--seccomp", str(filter_descriptor)]
     if _interpreter().startswith(_PYTHON):  # it looks for its libpython where it was built for
         command += ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib"]
-    return [*command, "--", _interpreter(), "-I", "-S", *arguments]
+    return [*command, "--", _interpreter(), "-P", "-s", "-S", *arguments]
 
 
 @functools.cache

@@ -217,7 +217,8 @@ class Child:
                 stderr=subprocess.PIPE,
                 pass_fds=(lifeline,),
                 start_new_session=True,  # a separate group, which the terminal's Ctrl-C does not reach
-                env=os.environ | {MARKER: marker},
+                # a set prints alike in the process of a resumed run
+                env={"PYTHONHASHSEED": "0", **os.environ, MARKER: marker},
             )
         except BaseException:
             os.close(own_end)
