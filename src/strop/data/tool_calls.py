@@ -261,7 +261,8 @@ def _pythonic(text: str) -> list[tuple[str, dict[str, Any]]]:
             for call in calls
             if isinstance(call, ast.Call)
         ]
-    except SyntaxError as error:
+    # a dict as a key, thousands of brackets
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from error
 
 
