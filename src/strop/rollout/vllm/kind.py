@@ -12,6 +12,7 @@ from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
 from strop.config.roles import Schedule
+from strop.config.schema.environment import uses_environment
 from strop.errors import ConfigError
 from strop.rollout.vllm.keys import SECTIONS, Sampling, SamplingConfig
 
@@ -72,7 +73,12 @@ class VLLMKind(RolloutKind):
                 "seed_per_sample=auto"
             )
         whole = [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _SAMPLING[name].continues]
-        if whole and steps >= 2:
+        if whole and uses_environment(config):
+            yield error(
+                f"{' and '.join(whole)}: with an environment a response is several requests, and these look "
+                "at the tokens of one request only; leave them at their defaults"
+            )
+        elif whole and steps >= 2:
             yield error(
                 f"{' and '.join(whole)}: with trainer.async_steps={steps} a response is continued by a new "
                 "request after each update, and these look at the tokens of one request only; leave them at "
