@@ -239,7 +239,10 @@ def encode_prompts(
             bare = [
                 {**message, "tool_calls": None, "content": message.get("content") or ""} for message in prompt
             ]
-            if _encode_one(offset, bare, tools[offset], tokenizer, how) == encoded[offset]:
+            found = None
+            with contextlib.suppress(PromptError):  # a template that reads calls may refuse answers without
+                found = _encode_one(offset, bare, tools[offset], tokenizer, how)
+            if found == encoded[offset]:
                 raise PromptError(
                     offset,
                     "the chat template leaves out the tool calls of its messages: write them into their "
