@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
+import importlib.util
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from logging.handlers import MemoryHandler
@@ -159,8 +160,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _needs_torch(config: RootConfig) -> bool:
-    """Return True if a model has code of its own, or is in a GGUF file, whose reader imports torch."""
+    """Return True if a user's file names torch, a model has code, or is in a GGUF file, whose reader does."""
     values = {key: value_at(config, key) for key in all_keys(type(config))}
+    for name in re.findall(r"[^'\" :]+\.py\b", repr(values)):
+        file = Path(expand(name))
+        if file.is_file() and _USES_TORCH.search(file.read_text(errors="replace")):
+            return True
     if any(value for key, value in values.items() if key.endswith(("trust_remote_code", "external_lib"))):
         return True
     paths = (key for key in values if key.endswith(("model.path", "tokenizer", "tokenizer_path")))
@@ -170,11 +175,14 @@ def _needs_torch(config: RootConfig) -> bool:
     return is_file or any("gguf" in name.lower() for name in named)  # on the hub
 
 
+_USES_TORCH = re.compile(r"\b(torch|transformers|peft|trl|accelerate|sentence_transformers|datasets)\b")
+
+
 class _LazyTorch(ModuleType):
     """Stands for torch until a name of it is used; ``importlib.util.LazyLoader`` ends at the next import."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # inspect asks all modules for their files
+        if name in ("__file__", "__wrapped__"):  # inspect asks all modules
             raise AttributeError(name)
         if sys.modules.get("torch") is self:
             del sys.modules["torch"]
@@ -196,7 +204,9 @@ def _leave_out_torch() -> None:
         is_torch_available()  # cached
     finally:
         del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+    spec = importlib.util.find_spec("torch")
     sys.modules["torch"] = _LazyTorch("torch")
+    sys.modules["torch"].__spec__ = spec
 
 
 def _verdict(warnings: list[str], errors: list[str]) -> str:
