@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import math
+import traceback
 import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,10 +197,10 @@ class Episode:
     async def turn(self, turn: Mapping[str, Any], run: Run) -> dict[str, Any]:
         """Run the calls of a turn in their order, or let the environment respond to its text.
 
-        Return texts (an answer to each call), messages (the response), the errors among them, and the reason
-        ``end`` of ``columns.ENDED_BY`` if the episode ends here, else "".
+        Return texts (an answer to each call), messages (the response), the errors among them with the last
+        one's traceback, and the reason ``end`` of ``columns.ENDED_BY`` if the episode ends here, else "".
         """
-        texts, errors, end = [], [], ""
+        texts, errors, end, trace = [], [], "", ""
         messages: list[dict[str, Any]] | None = None
         for call in turn["calls"]:
             try:
@@ -208,6 +209,7 @@ class Episode:
             except BaseException as error:  # noqa: BLE001
                 texts.append(in_one_line(error))
                 errors.append(texts[-1])
+                trace = traceback.format_exc()[-4000:]
         respond = getattr(self._environment, "respond", None)
         if respond is not None and not turn["calls"]:
             values = {**self._row, "response": turn["text"], "turn": turn["number"]}
@@ -217,11 +219,13 @@ class Episode:
             except BaseException as error:  # noqa: BLE001 - likewise
                 errors = [in_one_line(error)]
                 messages = as_messages(errors[0])
+                trace = traceback.format_exc()[-4000:]
         elif not turn["calls"]:
             end = "stop"
         if getattr(self._environment, "done", False):
             end = "environment"
-        return {"texts": texts, "messages": messages, "errors": errors, "end": end}
+        told = {"traceback": trace} if errors else {}
+        return {"texts": texts, "messages": messages, "errors": errors, "end": end, **told}
 
     async def reward(
         self, values: Mapping[str, Any], turns: Sequence[PlayedTurn], run: Run
@@ -233,7 +237,7 @@ class Episode:
         if function is not None:
             own = {
                 "turns": list(turns),
-                "conversation": conversation_of(turns),
+                "conversation": [*values["messages"], *conversation_of(turns)],
                 "last_turn": turns[-1].text if turns else "",
                 "response": "\n".join(turn.text for turn in turns),
             }
@@ -241,6 +245,7 @@ class Episode:
             found = await run(function, **Function(function, "reward").arguments(known))
         if found is None:
             return None
+        found = found.tolist() if hasattr(found, "tolist") else found
         numbers = [float(value) for value in found] if isinstance(found, list | tuple) else [float(found)]
         if len(numbers) not in (1, len(turns)):
             raise ValueError(f"reward returned {len(numbers)} numbers for {len(turns)} turns")
@@ -257,11 +262,19 @@ class Episode:
 
 def as_text(value: Any) -> str:
     """Return the text of a tool's result: a text as it is, None as an empty one, else JSON."""
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = text.encode(errors="replace").decode()  # lone surrogates, which no tokenizer takes
+    if not isinstance(value, str):
+        value = "" if value is None else json.dumps(value, ensure_ascii=False, default=plain)
+    text = value.encode(errors="replace").decode()  # lone surrogates, which no tokenizer takes
     if len(text) <= LONGEST_TEXT:
         return text
     return f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT} characters left out]"
+
+
+def plain(value: Any) -> Any:
+    """Return a value of numpy as JSON takes it; of floats the shortest digits."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.astype(str).astype(float).tolist() if value.dtype.kind == "f" else value.tolist()
 
 
 def as_messages(value: Any) -> list[dict[str, Any]] | None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from strop.environments.episode import plain
 from strop.errors import ConfigError, MissingExtraError
 from strop.rewards.arguments import PlayedTurn
 
@@ -66,19 +67,12 @@ class Gym:
             return observation
         if self.render_mode is not None:
             return self._game.render()
-        return json.dumps(observation, default=_plain)
+        return json.dumps(observation, default=plain)
 
 
 def is_discrete(space: Any) -> bool:
     """Return True for gymnasium's ``Discrete``."""
     return type(space).__name__ == "Discrete"
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of numpy as JSON takes it; of float32 the shortest digits."""
-    if not hasattr(value, "tolist"):
-        return str(value)
-    return value.astype(str).astype(float).tolist() if value.dtype.kind == "f" else value.tolist()
 
 
 def load_gym(id: str) -> type[Gym]:

@@ -85,6 +85,11 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
                 f"{named[name]}: expected a class with a method reset(COLUMN, ...), found "
                 f"{getattr(found, '__name__', found)} without one; classes without are environment.tools"
             )
+        if callable(getattr(found, "done", None)):
+            raise ConfigError(
+                f"{named[name]}: done is a method, and is read as an attribute: write `self.done = True` "
+                "where the sample ends, or make it a property"
+            )
     tools = [_tool(given) for given in section.tools]
     for found in (*environments.values(), *tools):
         if isinstance(found, type) and (missing := Function(found, found.__name__).required):
@@ -147,6 +152,8 @@ def _tool(given: str) -> Any:
     if given.partition(":")[0] in _SERVERS:
         return load_mcp(given, key)
     found = Python if given == "python" else load_object(given, key)
+    if not callable(found) or not hasattr(found, "__name__"):
+        raise ConfigError(f"{key}: found {found!r:.80}, expected a function or a class")
     if isinstance(found, type) and issubclass(found, Python):
         require_bubblewrap()
         found().python("")  # RewardError if user namespaces are forbidden

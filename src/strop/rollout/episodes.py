@@ -73,7 +73,7 @@ class Episodes:
         self.turn_length: int = settings.turn_length or 2**31 - 1
         self._episodes: weakref.WeakKeyDictionary[InFlight, dict[int, _Episode]] = weakref.WeakKeyDictionary()
         self._n_named = 0
-        self._has_failed = False
+        self._warned: set[str] = set()
 
     @classmethod
     def of(cls, spec: RolloutSpec, stop_ids: Sequence[int]) -> Episodes | None:
@@ -235,6 +235,9 @@ class Episodes:
             return
         if not turn.malformed:
             record.errors += len(answer["errors"])
+            if answer["errors"]:
+                told = answer.get("traceback", answer["errors"][0])
+                self._warn("a method failed, and the policy read the error", told)
         if answer["errors"] and ends:
             record.error = answer["errors"][0]
             batch.end(row, "error")
@@ -258,19 +261,24 @@ class Episodes:
         found = answer.get("failed") or self._difference(batch, row, answer)
         if not found:
             return True
-        if not self._has_failed:  # metrics count the others
-            self._has_failed = True
-            logger.warning("an environment failed, for the first time: %s", answer.get("traceback", found))
+        self._warn("a sample was lost", answer.get("traceback", found))
         record.error, record.errors = found, record.errors + 1
         batch.end(row, "error")
         return False
+
+    def _warn(self, what: str, found: str) -> None:
+        """Log the first failure of a kind; metrics count the others."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("environment: %s, for the first time: %s", what, found)
 
     def _difference(self, batch: InFlight, row: int, answer: Answer) -> str:
         """Compare the answers of turns that were played again with those that were inserted."""
         episode, record = self._episode(batch, row), batch.records[row]
         if "past" not in answer:
             return ""
-        if episode.text is not None and answer["text"] not in (None, episode.text):
+        is_checked = self._settings.replay == "check" or not record.turns
+        if is_checked and episode.text is not None and answer["text"] not in (None, episode.text):
             return (
                 f"reset returned {answer['text']!r:.80} for one sample; its prompt has {episode.text!r:.80}; "
                 "it must draw random numbers from its argument seed, as random.Random(seed)"
@@ -310,6 +318,7 @@ class Episodes:
         turns = [asdict(turn) for turn in played]
         if not record.error:
             values = {"ended_by": ENDED_BY[int(batch.ended[row])], "n_turns": len(turns)}
+            values["messages"] = self._form.prompt_messages(self._episode(batch, row).row)
         return turns, self._submit(batch, row, {"end": {"turns": turns, "values": values}})
 
 

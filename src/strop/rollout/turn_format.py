@@ -104,6 +104,10 @@ class TurnFormat:
             return bridge.answers(calls, [bridge.cut(text, limit) for text in answer["texts"]])
         return [{**one, "content": bridge.cut(one["content"], limit)} for one in answer["messages"] or []]
 
+    def prompt_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of a row's prompt."""
+        return self._how.messages(row[self._prompt_key])
+
     def prompt(self, row: Mapping[str, Any], tools: Tools, text: str) -> list[int]:
         """Return the ids of a row's prompt with the text of ``reset`` at the end of the user's last message.
 
@@ -114,7 +118,7 @@ class TurnFormat:
                 "reset returned a text for the prompt, which the samples of a prompt share, and "
                 "environment.seed=sample gives each its own: set environment.seed=prompt"
             )
-        messages = self._how.messages(row[self._prompt_key])
+        messages = self.prompt_messages(row)
         last = messages[-1]
         if text and last["role"] == "user":
             messages = [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}".strip()}]

@@ -229,7 +229,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """Return True if the error says that memory ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch
+    of_system = ("allocate memory", "can't start new thread")  # torch's, and of a stack
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in of_system)
 
 
 def _seed_generators(sample: Sample) -> None:
