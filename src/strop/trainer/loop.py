@@ -18,6 +18,9 @@ from strop.checkpoint.folder import has_weights, newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
+from strop.config.keys import value_at
+from strop.config.placement import is_written
+from strop.config.schema.environment import uses_environment
 from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import (
@@ -323,10 +326,19 @@ class Run(ABC):
         )
         logger.info("view:  strop view %s --web", run)
         if auto == CAUSAL:
-            logger.info("eval:  strop eval %s --data FILE", run)
+            logger.info("eval:  strop eval %s --data FILE%s", run, self._environment_keys())
         else:
             logger.info("use:   reward_model.enable=True reward_model.model.path=%s", shlex.quote(str(model)))
         logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
+
+    def _environment_keys(self) -> str:
+        """Return the keys of the run's environment, without which an evaluation would have none."""
+        config = self.trainer.config
+        if not uses_environment(config):
+            return ""
+        keys = [f"environment.{name}" for name in type(config.environment).model_fields]
+        values = {key: value_at(config, key) for key in keys if is_written(config, key)}
+        return "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
 
     def _publish(self) -> None:
         """Upload the trained model; a failure is a warning, and ``upload_failed`` of the trainer."""
