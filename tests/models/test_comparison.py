@@ -24,9 +24,10 @@ from strop.config.load import load_config
 from strop.engines.base import EngineSpec, ModelSpec
 from strop.engines.torch.engine import TorchEngine, build_module
 from strop.errors import ConfigError, ModelError
-from strop.models import attention, flex_attention, loader, packing
+from strop.models import flex_attention, loader, packing
 from strop.models.comparison import require_eager_figures
 from strop.models.deferred import defer_causal_lm
+from strop.models.folder import attention_for
 from strop.models.loader import load_causal_lm
 from strop.models.policy import PolicyModel
 
@@ -140,8 +141,8 @@ def test_a_cap_selects_eager_attention_and_refuses_sdpa_by_name(folders):
     without = load_causal_lm(folder, override_config={"attn_logit_softcapping": None})
     assert without.config._attn_implementation == "sdpa"
     inside = transformers.Gemma3Config(text_config={"attn_logit_softcapping": 50.0})
-    assert attention.attention_for(inside, None) == "eager"
-    assert attention.attention_for(inside, "flash_attention_2") == "flash_attention_2"
+    assert attention_for(inside, None) == "eager"
+    assert attention_for(inside, "flash_attention_2") == "flash_attention_2"
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Phimoe"])

@@ -20,6 +20,7 @@ from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
 from strop.config.keys import value_at
 from strop.config.placement import is_written
+from strop.config.schema import Config
 from strop.config.schema.environment import uses_environment
 from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
@@ -334,7 +335,7 @@ class Run(ABC):
     def _environment_keys(self) -> str:
         """Return the keys of the run's environment, without which an evaluation would have none."""
         config = self.trainer.config
-        if not uses_environment(config):
+        if not isinstance(config, Config) or not uses_environment(config):
             return ""
         keys = [f"environment.{name}" for name in type(config.environment).model_fields]
         values = {key: value_at(config, key) for key in keys if is_written(config, key)}
