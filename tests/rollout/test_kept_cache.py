@@ -31,7 +31,7 @@ class Inserts:
     def columns(self, batch):
         return DataProto()
 
-    def complete(self, batches, decode):
+    def complete(self, batches, decode, *, advanced):
         while True:
             for batch in batches:
                 for row in batch.waiting.nonzero()[:, 0].tolist():
@@ -169,3 +169,18 @@ def test_the_cache_grows_with_its_longest_row_only(monkeypatch):
     for rows, longest, shape in sizes:
         assert shape[0] == rows
         assert shape[2] <= min(longest + 4, max(LENGTHS) + PARAMS.max_tokens)
+
+
+@pytest.mark.parametrize("size", [None, 7])
+def test_a_turn_that_ends_is_no_sample_of_the_progress(size):
+    rollout, found = rollout_of(tiny_lm(), micro_batch_size=size), [0.0, 0.0]
+
+    def advanced(done, tokens):
+        found[0] += done
+        found[1] += tokens
+
+    rollout.advanced = advanced
+    batch = rollout.generate(prompts_of(LENGTHS, n=3), PARAMS).batch
+    assert found[0] == 0  # which ``Episodes`` reports
+    assert int(batch["n_turns"].max()) > 1
+    assert found[1] > 0

@@ -237,6 +237,16 @@ def test_results_of_tools_become_text_by_one_rule():
     assert result.batch["n_errors"].tolist() == [1]
 
 
+def test_progress_counts_samples_that_are_complete():
+    script, done = Script(environments_of(own=Replies), [["a", "bye"], ["bye"], ["d", "e", "bye"]]), []
+    try:
+        script.episodes.complete([script.batch], script.decode, advanced=lambda *now: done.append(now))
+    finally:
+        script.pool.close()
+    assert sum(number for number, _ in done) == 3
+    assert {tokens for _, tokens in done} == {0}
+
+
 def test_an_error_may_end_the_sample():
     result = Script(environments_of(own=Types), [[call("bad")]], error="end").play()
     assert ended_by(result) == ["error"]

@@ -86,6 +86,11 @@ Advanced = Callable[[float, float], None]
 """Callback of progress: samples that have become complete, and tokens sampled, since the last call."""
 
 
+def tokens_only(advanced: Advanced) -> Advanced:
+    """Return a callback for decoding that ends turns, not samples."""
+    return lambda _, tokens: advanced(0, tokens)
+
+
 class RolloutEngine(Protocol):
     """Generate responses. A new back-end is one class with these methods and an entry in ``ROLLOUTS``."""
 

@@ -33,7 +33,7 @@ from strop.rollout.turn_format import TurnFormat, call_id
 
 if TYPE_CHECKING:
     from strop.config.schema.environment import EnvironmentConfig
-    from strop.rollout.base import RolloutSpec
+    from strop.rollout.base import Advanced, RolloutSpec
 
 logger = logging.getLogger(__name__)
 
@@ -111,19 +111,26 @@ class Episodes:
         return batch
 
     def complete(
-        self, batches: Sequence[InFlight], decode: Callable[[], None], gather: Gather | None = None
+        self,
+        batches: Sequence[InFlight],
+        decode: Callable[[], None],
+        gather: Gather | None = None,
+        advanced: Advanced | None = None,
     ) -> None:
         """Let environments answer and ``decode`` turns, until the first of ``batches`` is complete.
 
         ``decode`` ends when each turn of the first batch has ended. With ``gather``, ranks generate each
-        other's samples, and each answers its own.
+        other's samples, and each answers its own. ``advanced`` is called with the samples that are complete.
         """
-        oldest = batches[0]
+        oldest, done = batches[0], 0
         while True:
             waiting = [(one, row) for one in batches for row in one.waiting.nonzero()[:, 0].tolist()]
             self.answer([(one, row) for one, row in waiting if one.own.start <= row < one.own.stop])
             if gather is not None:
                 exchange(waiting, gather)
+            if advanced is not None:
+                before, done = done, int(oldest.complete[oldest.own].sum())
+                advanced(done - before, 0)
             if bool(oldest.complete.all()):
                 return
             decode()

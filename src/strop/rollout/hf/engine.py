@@ -28,7 +28,7 @@ from strop.models.heads import model_errors
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
-from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, tokens_only
 from strop.rollout.hf.decoding import Contexts, Kept, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
@@ -180,7 +180,8 @@ class HFRollout:
             return
         alike = [batch for batch in batches if batch.params == batches[0].params]
         with self._ready(batches[0].params):
-            self._episodes.complete(alike, partial(self._decode, alike, version, None, Kept()))
+            wave = partial(self._decode, alike, version, None, Kept())
+            self._episodes.complete(alike, wave, advanced=self.advanced)
 
     @contextlib.contextmanager
     def _ready(self, params: SamplingParams) -> Generator[None]:
@@ -216,7 +217,8 @@ class HFRollout:
             return
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
-        self.advanced(len(oldest.complete) - awaited, 0)
+        advanced = self.advanced if kept is None else tokens_only(self.advanced)
+        advanced(len(oldest.complete) - awaited, 0)
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
         size = self.micro_batch_size or len(rows)
         with contextlib.nullcontext() if kept else self._ready(params):
@@ -233,7 +235,7 @@ class HFRollout:
                     self.compute_dtype or self.model.dtype,
                     awaited=first or len(part),
                     finished=None if finished is None else _reporting(part[:first], finished),
-                    advanced=self.advanced if first else None,
+                    advanced=advanced if first else None,
                     kept=kept if len(rows) <= size else None,
                     names=[(row.batch, row.sample) for row in part],
                 )
@@ -355,7 +357,9 @@ class _TrialTurns:
     def begin(self, batch: InFlight) -> InFlight:
         return batch
 
-    def complete(self, batches: Sequence[InFlight], decode: Callable[[], None]) -> None:
+    def complete(
+        self, batches: Sequence[InFlight], decode: Callable[[], None], *, advanced: Advanced
+    ) -> None:
         (batch,) = batches
         decode()
         for row in range(len(batch.lengths)):

@@ -43,7 +43,15 @@ from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
 from strop.protocol import DataProto
-from strop.rollout.base import PROMPT_COLUMNS, Advanced, Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.base import (
+    PROMPT_COLUMNS,
+    Advanced,
+    Finished,
+    RolloutSpec,
+    Samples,
+    SamplingParams,
+    tokens_only,
+)
 from strop.rollout.episodes import Episodes
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
@@ -243,7 +251,8 @@ class VLLMRollout:
         elif len(batches) == 1 and self._seed_per_sample and get_tp_group().world_size == 1:
             self._play(self._episodes, batches[0], version)
         else:
-            self._episodes.complete(batches, partial(self._decode, batches, version, None), gathered)
+            wave = partial(self._decode, batches, version, None)
+            self._episodes.complete(batches, wave, gathered, self.advanced)
 
     def _play(self, episodes: Episodes, batch: InFlight, version: int) -> None:
         """Generate until a batch is complete; a turn is answered, and the next one begins, while others run.
@@ -312,7 +321,8 @@ class VLLMRollout:
         outputs: dict[str, tuple[InFlight, int, CompletionOutput]] = {}
         at_once = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         share = (oldest.own.stop - oldest.own.start) / len(oldest.complete)  # other ranks report theirs
-        self.advanced(share * (len(oldest.complete) - left), 0)
+        advanced = self.advanced if self._episodes is None else tokens_only(self.advanced)
+        advanced(share * (len(oldest.complete) - left), 0)
         try:
             for key, (batch, row) in running.items():
                 # Of a later batch the tokens are needed whenever the first one is complete.
@@ -331,7 +341,7 @@ class VLLMRollout:
                         left -= 1
                         batch.report(finished, row, generated.token_ids)
                 # about: outputs come with the last token of a sample
-                self.advanced(share * (before - left), share * min(before, at_once))
+                advanced(share * (before - left), share * min(before, at_once))
         finally:
             engine.abort_request(list(running))
         return [*outputs.values()]
