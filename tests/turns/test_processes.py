@@ -112,7 +112,7 @@ def repeat(word: str, more: dict) -> str:
 
 
 @pytest.mark.parametrize("depth", [1, 800])
-def test_arguments_and_errors_that_no_process_or_file_takes_are_told(depth):
+def test_arguments_and_errors_that_no_process_or_file_takes_are_told(depth, caplog):
     nested = '{"a":' * depth + '"\\ud800"' + "}" * depth
     said = f'<tool_call>{{"name": "repeat", "arguments": {{"word": "w", "more": {nested}}}}}</tool_call>'
     script = [said, call("repeat", word="w", more={}), "end"]
@@ -123,3 +123,4 @@ def test_arguments_and_errors_that_no_process_or_file_takes_are_told(depth):
     assert "JSON" in malformed
     assert error == "error: ValueError: w?"
     result.non_tensor_batch["conversation"][0].encode()
+    assert 'raise ValueError(word + "' in caplog.text.encode().decode()  # the log shows the first error

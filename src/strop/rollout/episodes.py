@@ -30,6 +30,7 @@ from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn, ground_truth_of
 from strop.rollout.in_flight import Gather, InFlight, Record, RecordedTurn, exchange
 from strop.rollout.turn_format import TurnFormat, call_id
+from strop.terminal import printable
 
 if TYPE_CHECKING:
     from strop.config.schema.environment import EnvironmentConfig
@@ -277,7 +278,7 @@ class Episodes:
         """Log the first failure of a kind; metrics count the others."""
         if what not in self._warned:
             self._warned.add(what)
-            logger.warning("environment: %s, for the first time: %s", what, found)
+            logger.warning("environment: %s, for the first time: %s", what, printable(found))
 
     def _difference(self, batch: InFlight, row: int, answer: Answer) -> str:
         """Compare the answers of turns that were played again with those that were inserted."""
