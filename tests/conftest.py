@@ -19,8 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# A shell that starts tests in the background has SIGINT ignored, which the runs they start would inherit.
+# A shell that starts tests in the background has SIGINT ignored, and nohup SIGHUP, which the runs they start
+# would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Duration of an example says nothing where other processes share the cores. The same examples every time, so
 # that a change fails by its own faults alone; ``make test-all`` draws new ones.
