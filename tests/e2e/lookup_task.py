@@ -24,6 +24,14 @@ class Late(Lookup):
         time.sleep(random.SystemRandom().random() * float(Path(__file__).with_name("delay").read_text()))
         return super().look_up(word)
 """
+AHEAD = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+    "trainer.worker_group=local",
+    "actor_rollout_ref.actor.rollout_is=token",
+)
+"""Generation ahead of the learner, on threads of one process; with ``trainer.async_steps``."""
 
 
 def make(folder: Path) -> Path:

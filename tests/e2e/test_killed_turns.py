@@ -18,14 +18,7 @@ from runs import metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
-AHEAD = (
-    "actor_rollout_ref.hybrid_engine=False",
-    "trainer.resource_pools={learner: [1], rollout: [1]}",
-    "trainer.placement={Rollout: rollout}",
-    "trainer.worker_group=local",
-    "actor_rollout_ref.actor.rollout_is=token",
-    "trainer.async_steps=2",
-)
+AHEAD = (*lookup_task.AHEAD, "trainer.async_steps=2")
 ON_RAY = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
 KINDS = ("driver", "child", "rank")
 SETTINGS = {"one process": ((), 10), "asynchronous": (AHEAD, 6), "two ranks on Ray": (ON_RAY, 4)}

@@ -14,13 +14,6 @@ from runs import TIMES, hashes, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-AHEAD = (
-    "actor_rollout_ref.hybrid_engine=False",
-    "trainer.resource_pools={learner: [1], rollout: [1]}",
-    "trainer.placement={Rollout: rollout}",
-    "trainer.worker_group=local",
-    "actor_rollout_ref.actor.rollout_is=token",
-)
 RANKS = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
 LORA = (
     "actor_rollout_ref.model.lora_rank=16",
@@ -36,9 +29,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "turn_level": ("algorithm.adv_estimator=turn_level",),
     "dynamic sampling": FILTER,
     "lora": LORA,
-    "async 1": (*AHEAD, "trainer.async_steps=1"),
+    "async 1": (*lookup_task.AHEAD, "trainer.async_steps=1"),
     # samples are up to four updates old: at twice the rate the policy falls after it has learned
-    "async 4": (*AHEAD, "trainer.async_steps=4", "actor_rollout_ref.actor.optim.lr=5e-4"),
+    "async 4": (*lookup_task.AHEAD, "trainer.async_steps=4", "actor_rollout_ref.actor.optim.lr=5e-4"),
     "two sharded ranks": RANKS,
     "two whole ranks": (*RANKS, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1"),
     "vllm": ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"),

@@ -70,11 +70,10 @@ def methods_of(owner: Any) -> dict[str, Callable[..., Any]]:
     """
     if described := _described(owner):
         return {name: functools.partial(owner.call, name) for name in described}
-    names = [name for kind in reversed(_class(owner).__mro__) for name in vars(kind)]
+    names = [name for base in reversed(_class(owner).__mro__) for name in vars(base)]
     public = [name for name in dict.fromkeys(names) if not name.startswith("_") and name not in RESERVED]
-    found = {
-        name: getattr(_class(owner), name) for name in public
-    }  # of the class: properties have no value yet
+    kind = _class(owner)  # whose properties have no value yet
+    found = {name: getattr(kind, name) for name in public}
     tools = [name for name, value in found.items() if callable(value) and not isinstance(value, type)]
     return {name: getattr(owner, name) for name in tools}
 

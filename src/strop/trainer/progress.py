@@ -27,7 +27,7 @@ _GENERATES = {"gen": "generate", "gen_greedy": "greedy", "wait_samples": "wait",
 
 
 class Progress:
-    """What the run of ``config`` is doing."""
+    """Phases, samples and times of the run of ``config``."""
 
     def __init__(self, config: RootConfig) -> None:
         self.phases: list[tuple[str, float]] = []
