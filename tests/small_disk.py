@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import subprocess
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,17 @@ def small_disk(at: Path, size: str) -> Generator[Path]:
     try:
         yield at
     finally:
-        subprocess.run(["umount", str(at)], check=True)
+        _unmount(at)
+
+
+def _unmount(at: Path, within_s: float = 10.0) -> None:
+    """Unmount ``at``; a thread whose write has failed closes its file a moment after its error is seen."""
+    end = time.monotonic() + within_s
+    while (done := subprocess.run(["umount", str(at)], capture_output=True, text=True)).returncode:
+        if time.monotonic() > end:
+            raise AssertionError(f"a file on {at} is still open: {done.stderr.strip()}")
+        gc.collect()
+        time.sleep(0.05)
 
 
 def no_room(*arguments: Any, **options: Any) -> None:
