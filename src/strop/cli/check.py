@@ -7,7 +7,6 @@ would refuse.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import logging
 import math
@@ -120,7 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
         errors = [*errors, *(line for error in data.errors for line in problems_of(error))]
     elif not arguments.config_only:
         if arguments.is_process and not arguments.time and not _needs_torch(config):
-            gc.set_threshold(100_000)  # collections take a tenth of the time, and find nothing
             _leave_out_torch()
         found, errors, scored, turns = check_inputs(config)
         warnings = list(dict.fromkeys([*warnings, *found]))

@@ -5,7 +5,7 @@ Every step returns new values. ``load`` runs the steps in order.
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -74,20 +74,19 @@ class Values:
 
     def under(self, keys: Mapping[Any, Any], author: str) -> Values:
         """Return these values with ``keys``, a nested mapping, laid over them."""
-        tree, paths = self.tree, written_paths(keys)
-        if others := list(_of_another_kind(OmegaConf.to_container(tree, resolve=False), keys)):
-            tree = copy.deepcopy(tree)  # OmegaConf cannot merge a list and a mapping
-            for path in others:
-                section, _, name = path.rpartition(".")
-                del (OmegaConf.select(tree, section) if section else tree)[name]
-        merged = cast(DictConfig, OmegaConf.merge(tree, OmegaConf.create(dict(keys))))
+        tree, paths = copied(self.tree), written_paths(keys)
+        # OmegaConf cannot merge a list and a mapping
+        for path in list(_of_another_kind(OmegaConf.to_container(tree, resolve=False), keys)):
+            section, _, name = path.rpartition(".")
+            del (OmegaConf.select(tree, section) if section else tree)[name]
+        merged = cast(DictConfig, OmegaConf.unsafe_merge(tree, OmegaConf.create(dict(keys))))
         return Values(merged, {**self.authors, **dict.fromkeys(paths, author)}, self.written | paths)
 
     def changed(self, values: Mapping[str, Any], authors: Mapping[str, str]) -> Values:
         """Return these values with those of some keys replaced, by their full paths."""
         if not values:
             return self
-        tree = copy.deepcopy(self.tree)
+        tree = copied(self.tree)
         for path, value in values.items():
             OmegaConf.update(tree, path, value, force_add=True)
         return replace(self, tree=tree, authors={**self.authors, **authors})
@@ -95,6 +94,11 @@ class Values:
     def derived(self, values: Mapping[str, Any], why: str) -> Values:
         """Return these values with those of some keys replaced for a reason."""
         return self.changed(values, dict.fromkeys(values, f"derived: {why}"))
+
+
+def copied(tree: DictConfig) -> DictConfig:
+    """Return a copy, in half the time of ``copy.deepcopy``."""
+    return pickle.loads(pickle.dumps(tree, pickle.HIGHEST_PROTOCOL))
 
 
 def written_paths(mapping: Mapping[Any, Any], prefix: str = "") -> set[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from strop.config.derived import STEPS, Values, written_paths
+from strop.config.derived import STEPS, Values, copied, written_paths
+from strop.config.identity import value_in
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
 from strop.config.memory.choices import choices, with_values
 from strop.config.overrides import apply_override, compose_file, locate, shipped_names, split_overrides
@@ -178,7 +179,7 @@ def _overridden(
     """Return ``values`` with overrides applied, and a line for each that cannot be."""
     if not settings:
         return values, []
-    tree, paths = copy.deepcopy(values.tree), _paths_of(settings)
+    tree, paths = copied(values.tree), _paths_of(settings)
     problems = [line for setting in settings if (line := apply_override(tree, setting, schema))]
     authors = {**values.authors, **dict.fromkeys(paths, "override")}
     return Values(tree, authors, values.written | paths), problems
@@ -224,16 +225,23 @@ def _own_part(setting: Override) -> Override | None:
     return setting if own == {key: value} else replace(setting, _value=own[key])
 
 
-def resolve(node: DictConfig, problems: dict[str, str | None], prefix: str = "") -> dict[Any, Any]:
+def resolve(
+    node: DictConfig, problems: dict[str, str | None], prefix: str = "", written: Any = None
+) -> dict[Any, Any]:
     """Return `node` as plain dicts and lists; an interpolation that cannot be resolved is a problem.
 
-    A reference to a key without a value is a problem without a line: that key has its own.
+    A reference to a key without a value is a problem without a line: that key has its own. ``written`` has
+    the values of the whole tree, by default those of ``node``.
     """
+    written = OmegaConf.to_container(node, resolve=False) if written is None else written
     plain = {}
     for key in list(node.keys()):
         path = f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
             problems[path] = f"{path}: no value given (??? marks a key that has to be set)"
+            continue
+        if (value := _referenced(written, path)) is not None:
+            plain[key] = value
             continue
         try:
             value = node[key]
@@ -245,8 +253,28 @@ def resolve(node: DictConfig, problems: dict[str, str | None], prefix: str = "")
         except (OmegaConfBaseException, RecursionError) as error:
             problems[path] = f"{path}: {str(error).splitlines()[0]}"
             continue
-        plain[key] = resolve(value, problems, f"{path}.") if isinstance(value, DictConfig) else value
+        plain[key] = resolve(value, problems, f"{path}.", written) if isinstance(value, DictConfig) else value
     return plain
+
+
+_REFERENCE = re.compile(r"\$\{([a-z_]\w*(?:\.\w+)*)\}")
+
+
+def _referenced(written: Any, path: str) -> float | str | None:
+    """Return the number or text that a plain reference to a key leads to; None for all that is not so simple.
+
+    OmegaConf parses each interpolation that it meets, which is a quarter of the time of loading.
+    """
+    value = value_in(written, path)
+    if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
+        return None
+    for _ in range(8):
+        if not isinstance(value, str):
+            return value if isinstance(value, int | float) else None
+        if (reference := _REFERENCE.fullmatch(value)) is None:
+            return None if "${" in value or value == "???" else value
+        value = value_in(written, reference[1])
+    return None
 
 
 def _differs(merged: DictConfig, tree: Tree[Any], path: str) -> bool:
