@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from strop.data.tool_calls import NOTATIONS, PYTHONIC, find_parser
@@ -109,3 +111,31 @@ def test_a_parser_of_the_user_gives_calls_and_malformed_ones():
     assert parse("?", "", TOOLS).malformed.endswith("no call")
     assert parse("=1", "", TOOLS).calls == ()
     assert set(WRITTEN) == {*NOTATIONS, PYTHONIC}
+
+
+BABBLE = {
+    "hermes": ("<tool_call>", '{"name": ', "</tool_call>"),
+    "qwen_coder": ("<tool_call><function=f>", "<function=", "<parameter=x>", "<parameter=", "</function>"),
+    "glm": ("<tool_call>f<arg_key>", "<arg_key>a</arg_key>", "<arg_key>a</arg_key><arg_value>", "<arg_key>"),
+    "llama": ('{"name": "f", "parameters": ', '{"name": ', "{", "}"),
+    "mistral": ("[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f", "[TOOL_CALLS]", "[ARGS]"),
+    "mistral_list": ("[TOOL_CALLS] [{", '{"name', "}, ", "]"),
+    "harmony": (" to=functions.f", "<|channel|>commentary", "json<|message|>", "<|constrain|>", "<|call|>"),
+    "deepseek": ("<｜tool▁call▁begin｜>f", "<｜tool▁sep｜>", "function", "<｜tool▁call▁end｜>", "```"),
+    PYTHONIC: ("<|tool_call_start|>[f(", "[f(x=", "<|tool_call_end|>", "f(x=-"),
+}
+
+
+@pytest.mark.parametrize("name", BABBLE)
+def test_the_time_for_a_babbling_turn_is_linear_in_its_length(name):
+    parse, pieces = find_parser(name, None, {}, [], pytest.fail), (*BABBLE[name], "<think>", "</think>")
+    for first in pieces:
+        for piece in (first, f"{first}x", *(f"{first}{other}" for other in pieces), " ", "\n", "x"):
+            half, whole = (_seconds(parse, first + piece * (n // len(piece))) for n in (20_000, 40_000))
+            assert whole < 0.2 or whole < 3 * half, (first, piece)
+
+
+def _seconds(parse, text: str) -> float:
+    started = time.thread_time()
+    parse(text, "", TOOLS)
+    return time.thread_time() - started

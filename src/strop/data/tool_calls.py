@@ -50,10 +50,15 @@ _WHOLE = {"content": "json", "transform": {"type": "function", "function": "{con
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _ARGUMENTS = {"content": "json", "transform": _NAMED}
 """The name stands before the JSON of the arguments."""
+_TO_FUNCTION = (
+    r"to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>\s*)?json<\|message\|>"
+)
 
 
-def _tags(pattern: str) -> dict[str, Any]:
-    """Return the fields of calls whose arguments stand in tags."""
+def _tags(before: str, after: str) -> dict[str, Any]:
+    """Return the fields of calls whose arguments stand between tags."""
+    # to the end without ``after``, which no later tag has either: each would be read to the end, too
+    pattern = rf"{before}(?P<value>(?:(?!{after}).)*+)(?:{after}|(*SKIP)(*FAIL))"
     values = {"tag_pattern": pattern, "value_parser": {"name": "json", "args": {"allow_non_json": True}}}
     return {"content": "xml-inline", "content_args": values, "transform": _NAMED}
 
@@ -62,16 +67,16 @@ NOTATIONS: dict[str, dict[str, Any]] = {
     "hermes": _notation({"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", **_WHOLE}),
     "qwen_coder": _notation(
         {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n<>]+)>",
             "close_pattern": r"</function>\s*</tool_call>\s*",
-            **_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+            **_tags(r"<parameter=(?P<key>[^<>\n]+)>\n?", r"\n?</parameter>"),
         }
     ),
     "glm": _notation(
         {
             "open_pattern": r"<tool_call>\s*(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)",
             "close_pattern": r"</tool_call>\s*",
-            **_tags(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+            **_tags(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>", r"</arg_value>"),
         },
         thinking=r"</think>\s*|(?=<tool_call>)",  # a call ends the thinking
     ),
@@ -101,8 +106,8 @@ NOTATIONS: dict[str, dict[str, Any]] = {
     ),
     "harmony": _notation(
         {
-            "open_pattern": r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[\w.-]+)"
-            r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*json<\|message\|>",
+            # not (?:...)?: with an optional beginning a partial search is quadratic
+            "open_pattern": rf"<\|channel\|>commentary\s*{_TO_FUNCTION}|{_TO_FUNCTION}",
             "close_pattern": r"<\|call\|>|$",
             **_ARGUMENTS,
         },
