@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sqlite3
 import sys
+import threading
 import time
 
 import pytest
@@ -124,3 +126,35 @@ def test_arguments_and_errors_that_no_process_or_file_takes_are_told(depth, capl
     assert error == "error: ValueError: w?"
     result.non_tensor_batch["conversation"][0].encode()
     assert 'raise ValueError(word + "' in caplog.text.encode().decode()  # the log shows the first error
+
+
+class Bound:
+    """Its connection takes no call from another thread; a call waits until so many run."""
+
+    def reset(self, **row):
+        self.base = sqlite3.connect(":memory:")
+        self.base.execute("create table calls (n)")
+
+    def meet(self, calls: int) -> str:
+        """Wait for other calls.
+
+        Args:
+            calls: How many.
+        """
+        self.base.execute("insert into calls values (1)")
+        barrier = vars(threading).setdefault("of_the_test", threading.Barrier(calls))  # of all samples
+        barrier.wait(LONGEST_S)
+        return str(self.base.execute("select count(*) from calls").fetchone()[0])
+
+    def close(self):
+        self.base.close()
+
+
+def test_the_stacks_of_many_samples_are_not_of_the_limit_of_memory():
+    pool = EnvironmentPool(environments_of(own=Bound).blueprint, sys.path, memory_limit_mb=256)
+    begun = [pool.submit(Request(f"e{number}", {}, 0, [], {})) for number in range(400)]
+    assert [one.result(LONGEST_S).get("failed") for one in begun] == [None] * 400
+    turn = _TURN | {"calls": [{"name": "meet", "arguments": {"calls": 64}}]}
+    asked = [pool.submit(_request(number, turn=turn)) for number in range(64)]
+    assert [one.result(LONGEST_S)["texts"] for one in asked] == [["1"]] * 64
+    pool.close()

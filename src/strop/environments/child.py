@@ -9,6 +9,7 @@ event loop, other functions in a thread of their episode.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import pickle
@@ -25,7 +26,7 @@ from strop.environments.episode import Blueprint, Episode, in_one_line
 from strop.rewards.arguments import PlayedTurn
 from strop.rewards.worker.child import is_lack_of_memory, receive, send, streams
 
-_STACK_BYTES = 1 << 20  # the limit of memory counts the stacks of all threads
+_STACK_BYTES = 1 << 20
 _OWN_ID = os.getpid()
 
 
@@ -73,8 +74,17 @@ async def _serve(blueprint: Blueprint, messages: Any, answers: IO[str]) -> None:
         task.add_done_callback(running.discard)
 
 
+def _allow_stacks(threads: int) -> None:
+    """Raise the limit of memory by the stacks of threads, which count whole, and are hardly touched."""
+    if memory_mb := int(sys.argv[2]):
+        now, most = resource.getrlimit(resource.RLIMIT_DATA)
+        needed = (memory_mb << 20) + threads * _STACK_BYTES
+        with contextlib.suppress(ValueError):  # above a limit of the system's
+            resource.setrlimit(resource.RLIMIT_DATA, (max(now, needed), most))
+
+
 class _Live:
-    """An episode with its thread."""
+    """An episode with its thread: an object of a library, as of sqlite3, may be bound to one."""
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
@@ -143,6 +153,7 @@ async def _answer(blueprint: Blueprint, live: dict[str, _Live], request: Mapping
         text = None
         if name not in live:
             live[name] = _Live(Episode(blueprint, request["row"]))
+            _allow_stacks(len(live))
             text = await live[name].episode.begin(request["seed"], live[name].run)
         past = [await live[name].episode.turn(turn, live[name].run) for turn in request["past"]]
         return {"text": text, "first": request["first"], "past": past}

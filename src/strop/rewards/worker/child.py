@@ -63,7 +63,8 @@ def streams() -> tuple[IO[bytes], IO[str], int]:
     """Redirect the standard streams, and end with the starter; return requests, answers and MEMORY."""
     follow_to_death(int(sys.argv[1]))
     if memory_mb := int(sys.argv[2]):
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, most))
     with contextlib.suppress(OSError):  # if memory runs out, the kernel should kill this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
