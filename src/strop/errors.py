@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import StackSummary, TracebackException
 from typing import Any, Self
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUT_OFF = r"unexpected pos \d+|only \d+ of \d+ bytes written"
 _TOGETHER_S = 0.5
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 def nearest(name: str, known: Iterable[str], *, similarity: float = 0.6) -> str | None:
@@ -150,6 +152,22 @@ def in_one_line(error: Exception) -> str:
     """Return type and message of an error in one line."""
     text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error without strop's own frames: one line for an error of strop's.
+
+    Of a long text the middle is left out; there are no lone surrogates.
+    """
+    found = TracebackException.from_exception(error)
+    one: TracebackException | None = found
+    while one is not None:
+        own = [frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)]
+        one.stack = StackSummary.from_list(own)
+        one = one.__cause__ or one.__context__
+    text = "".join(found.format() if found.stack else found.format_exception_only())
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= 8000 else f"{text[:4000]}\n[...]\n{text[-4000:]}"
 
 
 class Attempts:

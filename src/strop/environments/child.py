@@ -23,6 +23,7 @@ from functools import partial
 from typing import IO, Any
 
 from strop.environments.episode import Blueprint, Episode, in_one_line
+from strop.errors import traceback_of
 from strop.rewards.arguments import PlayedTurn
 from strop.rewards.worker.child import is_lack_of_memory, receive, send, streams
 
@@ -43,8 +44,8 @@ def main() -> None:
         sys.path[:], pickled = setup
         blueprint: Blueprint = pickle.loads(pickled)  # needs the sender's sys.path
     # A user's module may raise anything; the starter reports it.
-    except BaseException:  # noqa: BLE001
-        send(answers, {"status": "raised", "error": traceback.format_exc()[-8000:]})
+    except BaseException as error:  # noqa: BLE001
+        send(answers, {"status": "raised", "error": traceback_of(error)})
         return
     send(answers, {"status": "ready", "error": ""})
     asyncio.run(_serve(blueprint, messages, answers))
@@ -160,7 +161,7 @@ async def _answer(blueprint: Blueprint, live: dict[str, _Live], request: Mapping
     # User code may raise anything.
     except BaseException as error:  # noqa: BLE001
         request = {"end": None}
-        return {"failed": in_one_line(error), "traceback": traceback.format_exc()[-4000:]}
+        return {"failed": in_one_line(error), "traceback": traceback_of(error)}
     finally:
         if "end" in request:
             await live.pop(name).end()

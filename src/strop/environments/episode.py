@@ -14,13 +14,12 @@ import functools
 import inspect
 import json
 import math
-import traceback
 import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, traceback_of
 from strop.rewards.arguments import TURN_NAMES, Function, PlayedTurn, conversation_of
 
 RESERVED = ("reset", "respond", "reward", "get_reward", "close", "done")
@@ -208,7 +207,7 @@ class Episode:
             except BaseException as error:  # noqa: BLE001
                 texts.append(in_one_line(error))
                 errors.append(texts[-1])
-                trace = traceback.format_exc()[-4000:]
+                trace = traceback_of(error)
         respond = getattr(self._environment, "respond", None)
         if respond is not None and not turn["calls"]:
             values = {**self._row, "response": turn["text"], "turn": turn["number"]}
@@ -218,7 +217,7 @@ class Episode:
             except BaseException as error:  # noqa: BLE001 - likewise
                 errors = [in_one_line(error)]
                 messages = as_messages(errors[0])
-                trace = traceback.format_exc()[-4000:]
+                trace = traceback_of(error)
         elif not turn["calls"]:
             end = "stop"
         if getattr(self._environment, "done", False):

@@ -207,6 +207,14 @@ class Function:
                 )
         return frozenset(self.ordered)
 
+    @property
+    def place(self) -> str:
+        """Name, file and line of the function; ``where`` for an object without code."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        if code is None:
+            return self.where
+        return f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno})"
+
     def wanted(self) -> frozenset[str] | None:
         """Return the names of the values of one sample that it takes; None for all."""
         if self.takes_all:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from strop.config.reward_parts import KEY, RESERVED, RULE
+from strop.errors import traceback_of
 from strop.rewards.arguments import Function, Sample, ScoreFunction
 
 Found = TypeVar("Found")
@@ -69,7 +69,7 @@ class Scorer:
         """Score one sample; exceptions of the functions propagate."""
         found = {}
         for name, function in self._functions(sample).items():
-            found[name] = outcome_of(await _called(function, function.of_sample(sample)))
+            found[name] = _read(function, await _called(function, function.of_sample(sample)))
         return _combined(found)
 
     async def score_all(self, samples: Sequence[Sample], *, limit: int = 1) -> list[Outcome]:
@@ -133,10 +133,10 @@ async def _column(function: Function, samples: Sequence[Sample], limit: int) -> 
         values = list(await _called(function, function.of_batch(samples)))
         if len(values) != len(samples):
             raise ValueError(
-                f"{function.where} returned {len(values)} scores for {len(samples)} samples: expected a list "
+                f"{function.place} returned {len(values)} scores for {len(samples)} samples: expected a list "
                 "with one for each"
             )
-        return [None if value is None else outcome_of(value) for value in values]
+        return [None if value is None else _read(function, value) for value in values]
     if not function.is_async:
         return [await _outcome(function, sample) for sample in samples]
     import asyncio
@@ -152,9 +152,9 @@ async def _column(function: Function, samples: Sequence[Sample], limit: int) -> 
 
 async def _outcome(function: Function, sample: Sample) -> Outcome:
     try:
-        return outcome_of(await _called(function, function.of_sample(sample)))
-    except Exception:  # noqa: BLE001 - a user's function may raise anything
-        return Outcome("raised", error=traceback.format_exc())
+        return _read(function, await _called(function, function.of_sample(sample)))
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        return Outcome("raised", error=traceback_of(error))
 
 
 async def _called(function: Function, arguments: Mapping[str, Any]) -> Any:
@@ -168,14 +168,23 @@ async def _called(function: Function, arguments: Mapping[str, Any]) -> Any:
         raise
 
 
+def _read(function: Function, result: Any) -> Outcome:
+    """Return what a function returned as an outcome; the error of a wrong result names the function."""
+    try:
+        return outcome_of(result)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{function.place}: {error}") from error
+
+
 def _combined_or_error(found: Mapping[str, Outcome | None]) -> Outcome:
     for outcome in found.values():
         if outcome is not None and outcome.error:
             return outcome
     try:
         return _combined(found)
-    except ValueError:
-        return Outcome("raised", error=traceback.format_exc())
+    except ValueError as error:
+        return Outcome("raised", error=traceback_of(error))
 
 
 def _combined(found: Mapping[str, Outcome | None]) -> Outcome:

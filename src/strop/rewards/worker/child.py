@@ -31,25 +31,22 @@ import select
 import signal
 import sys
 import threading
-import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from strop.errors import traceback_of
 from strop.rewards.arguments import Sample
 from strop.rewards.scorer import Outcome, Scorer, run, timed_out
 
 Answer = Callable[[str, Sequence[Outcome]], None]
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
-_MAX_ERROR_CHARACTERS = 8000
-_NEEDED = {
-    name: sys.modules[name] for name in ("builtins", "json", "os", "pickle", "random", "sys", "traceback")
-}
+_NEEDED = {name: sys.modules[name] for name in ("builtins", "json", "os", "pickle", "random", "sys")}
 _CALLED = [
     (module, name, getattr(module, name))
-    for module, name in ((json, "dumps"), (pickle, "load"), (pickle, "loads"), (traceback, "format_exc"))
+    for module, name in ((json, "dumps"), (pickle, "load"), (pickle, "loads"))
 ]
 _BUILT_IN = frozenset(vars(builtins))
 
@@ -92,8 +89,8 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
         sys.path[:], function, timeout_s, max_concurrency = setup
         scorer: Scorer = pickle.loads(function)  # needs the sender's sys.path
     # A user's module may raise anything; the starter reports it.
-    except BaseException:  # noqa: BLE001
-        send(answers, {"status": "raised", "error": _traceback()})
+    except BaseException as error:  # noqa: BLE001
+        send(answers, {"status": "raised", "error": traceback_of(error)})
         return
     send(answers, {"status": "ready", "error": ""})
 
@@ -216,14 +213,14 @@ def send(answers: IO[str], answer: dict[str, Any]) -> None:
 
 
 def _failed(error: BaseException, memory_mb: int) -> Outcome:
-    """Return the outcome for the exception that is being handled.
+    """Return the outcome for an exception.
 
     With a limit of memory, running out of it is a crash: what a library does after that is not defined.
     """
     if memory_mb and is_lack_of_memory(error):
         exceeded = f"the reward function exceeded reward_model.memory_limit_mb={memory_mb}:\n"
-        return Outcome("crashed", error=exceeded + _traceback())
-    return Outcome("raised", error=_traceback())
+        return Outcome("crashed", error=exceeded + traceback_of(error))
+    return Outcome("raised", error=traceback_of(error))
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
@@ -261,14 +258,6 @@ def _kill_group_when_closed(lifeline: int) -> None:
     poll.register(lifeline, 0)  # 0: hang-ups are always reported
     poll.poll()
     os.killpg(0, signal.SIGKILL)
-
-
-def _traceback() -> str:
-    text = traceback.format_exc().encode(errors="replace").decode()  # replaces lone surrogates
-    if len(text) <= _MAX_ERROR_CHARACTERS:
-        return text
-    half = _MAX_ERROR_CHARACTERS // 2
-    return f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 if __name__ == "__main__":
