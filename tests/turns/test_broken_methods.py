@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -159,6 +160,24 @@ def test_whatever_a_tool_does_is_told_and_its_process_goes_on():
     errors = [text.startswith("error: ") for text in TOLD.values()]
     assert result.batch["n_errors"].tolist() == [*map(int, errors), sum(errors)]
     assert result.batch["environment_scores"].sum(1).tolist() == [2.0] * len(scripts)
+
+
+class Mixed:
+    """Its connection is bound to the thread of ``reset``, and the tool runs on the event loop."""
+
+    def reset(self, **row):
+        self.base = sqlite3.connect(":memory:")
+
+    async def count(self) -> str:
+        """Count."""
+        return str(self.base.total_changes) + str(self.base.execute("select 1"))
+
+
+def test_an_object_of_another_thread_is_told_with_what_to_do(caplog):
+    result = Script(environments_of(own=Mixed), [[call("count"), "end"]]).play()
+    assert answers(result)[0].startswith("error: ProgrammingError")
+    assert "make all one kind" in caplog.text
+    assert "strop/environments" not in caplog.text
 
 
 class Closes:

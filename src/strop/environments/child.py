@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import os
 import pickle
+import re
 import resource
 import sys
 import threading
@@ -103,6 +104,8 @@ class _Live:
             return await found if inspect.isawaitable(found) else found
         except BaseException as error:
             _end_without_memory(error)
+            if re.search(r"\b(same|different) thread\b", in_one_line(error)):
+                error.add_note("`async def` methods run in another thread than others: make all one kind")
             raise
         finally:
             _end_fork()
