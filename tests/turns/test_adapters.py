@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from strop.passed import passing
 from strop.rewards.arguments import PlayedTurn
 from strop.tools import Python
 
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import CHATML, byte_tokenizer
 from scripted import Script, answers, call, conversation, ended_by, environments_of, resumed, settings_of
 from trl_environments import GameEnv, IncrementEnv, SelfSamplingEnv, multiply
 
@@ -183,6 +184,46 @@ def test_a_server_that_does_not_start_is_an_error_with_what_it_printed(given, na
     pytest.importorskip("mcp")
     with pytest.raises(ConfigError, match=f"(?s)environment.tools={given}.*{named}"):
         load_mcp(given, "environment.tools")
+
+
+class Served:
+    """A tool with a schema as servers send them."""
+
+    json_schemas = (
+        {
+            "type": "function",
+            "function": {
+                "name": "keep",
+                "description": "Keep.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"any": True, "none": False, "either": {"anyOf": [{"type": "null"}, True]}},
+                    "additionalProperties": False,
+                },
+            },
+        },
+    )
+
+    def call(self, name, /, **arguments):
+        return [name, arguments]
+
+
+# as that of Qwen3-Coder, which lists the fields of each parameter
+TYPED = (
+    "{% for tool in tools or [] %}{% for key, one in tool.function.parameters.properties.items() %}"
+    "{% for field, value in one.items() %}{% endfor %}{% endfor %}{% endfor %}" + CHATML
+)
+
+
+def test_schemas_that_are_true_or_false_are_read():
+    environments = environments_of(Served)
+    parameters = environments.schemas[""][0]["function"]["parameters"]
+    assert parameters["properties"] == {"any": {}, "either": {"anyOf": [{"type": "null"}, {}]}}
+    assert parameters["additionalProperties"] is False
+    script = [call("keep", any=[1], either="x"), call("keep", none=1), "end"]
+    kept, refused = answers(Script(environments, [script], template=TYPED).play())
+    assert json.loads(kept) == ["keep", {"any": [1], "either": "x"}]
+    assert "it has no argument 'none'" in refused
 
 
 # the sandbox

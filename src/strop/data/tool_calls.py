@@ -313,8 +313,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def _types_of(schema: Mapping[str, Any]) -> list[str]:
     given = schema.get("type", [])
     types = [given] if isinstance(given, str) else list(given)
-    for choice in [*schema.get("anyOf", []), *schema.get("oneOf", [])]:
-        types += _types_of(choice)
+    choices = [_types_of(choice) for choice in [*schema.get("anyOf", []), *schema.get("oneOf", [])]]
+    if all(choices):  # else one of them, such as a $ref, takes anything
+        types += [name for found in choices for name in found]
     return [*types, "null"] if schema.get("nullable") and types else types
 
 

@@ -125,7 +125,7 @@ def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
             if name in found:
                 raise ConfigError(f"{where}: there are two tools of this name")
             if name in (described := _described(owner)):
-                found[name] = described[name]
+                found[name] = _as_objects(described[name])
                 continue
             is_method = isinstance(owner, type) and inspect.isfunction(_defined(owner, name))
             try:
@@ -140,6 +140,20 @@ def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
             schema["function"].pop("return", None)
             found[name] = schema
     return [*found.values()]
+
+
+def _as_objects(schema: Any) -> Any:
+    """Return a JSON schema without the schemas True and False, which chat templates do not expect."""
+    if isinstance(schema, list):
+        return [_as_objects(one) for one in schema if one is not False]
+    if not isinstance(schema, Mapping):
+        return {} if schema is True else schema
+    inner = ("function", "parameters", "items", "anyOf", "oneOf", "allOf")
+    found = {**schema, **{key: _as_objects(schema[key]) for key in inner if key in schema}}
+    if properties := schema.get("properties"):
+        kept = {name: _as_objects(one) for name, one in properties.items() if one is not False}
+        found["properties"] = kept
+    return found
 
 
 def _without_self(method: Any) -> Any:
