@@ -10,7 +10,8 @@ from strop.rewards.sandbox import Limits, run_program
 class Python:
     """A sandbox for the programs of one sample; a subclass may set other limits."""
 
-    limits: ClassVar[Limits] = Limits(wall_s=10.0, file_mb=8, output_bytes=16 << 20)
+    # wall time for the CPU time where three programs share a core; below the default of environment.timeout
+    limits: ClassVar[Limits] = Limits(wall_s=20.0, cpu_s=10, file_mb=8, output_bytes=16 << 20)
 
     def __init__(self) -> None:
         self._files = ""

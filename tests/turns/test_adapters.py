@@ -248,6 +248,14 @@ def test_output_errors_and_the_last_traceback_are_told_in_their_order():
     assert "SyntaxError" in Quick().python("print('a'")
 
 
+def test_a_program_that_waits_for_a_core_is_not_ended():
+    assert Python.limits.wall_s >= 2 * Python.limits.cpu_s
+    short = type("Short", (Python,), {"limits": dataclasses.replace(Python.limits, cpu_s=1)})()
+    assert short.python("import time\nprint('before')\ntime.sleep(1.5)\nprint('after')") == "before\nafter\n"
+    found = short.python("print('before')\nwhile True: pass")
+    assert found == "before\n\n[ended after 1 s of CPU time]"
+
+
 @pytest.mark.parametrize(
     ("program", "named"),
     [

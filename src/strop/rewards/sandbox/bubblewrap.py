@@ -33,6 +33,8 @@ class Limits:
 
     wall_s: float = 6.0
     """From the start of the sandbox; below a reward function's deadline, so that this one comes first."""
+    cpu_s: int | None = None
+    """CPU time, per process; None: a second more than ``wall_s``."""
     memory_mb: int = 512
     """Resident memory of all processes, and address space per process."""
     processes: int = 24
@@ -47,7 +49,7 @@ class Limits:
     def guest_settings(self) -> dict[str, float]:
         """Return the limits that the trusted start code sets inside the sandbox, irrevocably."""
         return {
-            "cpu_s": max(1, int(self.wall_s + 1)),
+            "cpu_s": self.cpu_s or max(1, int(self.wall_s + 1)),
             "memory_bytes": self.memory_mb << 20,
             "processes": self.processes,
             "file_bytes": self.file_mb << 20,

@@ -38,7 +38,7 @@ def main(job_descriptor: int) -> None:
                 member
             )  # trusted no more than the program
             archive.extractall(_FILES)
-    printed, note = _run(job["program"], job["seconds"], job["answers"])
+    printed, note = _run(job["program"], job["seconds"], job["limits"]["cpu_s"], job["answers"])
     answer = {"printed": printed.decode(errors="replace"), "note": note}
     try:
         packed = io.BytesIO()
@@ -53,7 +53,7 @@ def main(job_descriptor: int) -> None:
     os._exit(0)
 
 
-def _run(program: str, seconds: float, answers: int) -> tuple[bytes, str]:
+def _run(program: str, seconds: float, cpu_s: int, answers: int) -> tuple[bytes, str]:
     """Return what the program prints, and why it was ended, or ""; end all that it started."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
@@ -82,8 +82,11 @@ def _run(program: str, seconds: float, answers: int) -> tuple[bytes, str]:
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
-            if (status := os.wait())[0] == child and not note and os.WIFSIGNALED(status[1]):
-                note = f"[ended by {signal.Signals(os.WTERMSIG(status[1])).name}]"
+            identity, status, used = os.wait3(0)
+            if identity == child and not note and os.WIFSIGNALED(status):
+                is_late = used.ru_utime + used.ru_stime > cpu_s - 0.5
+                by_signal = f"by {signal.Signals(os.WTERMSIG(status)).name}"
+                note = f"[ended {f'after {cpu_s} s of CPU time' if is_late else by_signal}]"
     return bytes(printed[:_PRINTED_BYTES]), note
 
 
