@@ -11,7 +11,7 @@ from rich.console import Console
 
 from strop.cli.check import check_inputs, turns_table
 from strop.config.load import load_config
-from strop.errors import ModelError, RewardError
+from strop.errors import ConfigError, ModelError, RewardError
 from strop.trainer.commands import train_once
 from strop.trainer.ray_trainer import RayPPOTrainer
 
@@ -261,9 +261,27 @@ def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_
     assert "did you mean 'answer'" in errors[0]
 
 
+@pytest.mark.parametrize("is_check", [True, False])
+def test_an_environment_that_cannot_begin_is_an_error_before_a_model_loads(inputs, tmp_path, is_check):
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    def reset(self, extra_info):\n        self.board = extra_info['board']\n"
+        "    def respond(self, response): ...\n"
+    )
+    config = load_config(overrides(inputs, tmp_path / "run", f"environment.path={tmp_path}/own.py:Own"))
+    if is_check:
+        _, (error,), *_ = check_inputs(config)
+    else:
+        with pytest.raises(ConfigError) as raised:
+            train_once(config)
+        error = str(raised.value)
+    assert error.splitlines()[2].strip() == f'File "{tmp_path}/own.py", line 3, in reset'
+    assert error.endswith("\nKeyError: 'board'")
+
+
 def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
     (tmp_path / "own.py").write_text(
-        "class Own:\n    def reset(self, extra_info): ...\n    def respond(self, response): ...\n"
+        "class Own:\n    def reset(self, extra_info): return 'The board.'\n"
+        "    def respond(self, response): ...\n"
     )
     key = f"environment.path={tmp_path}/own.py:Own"
     *_, errors, _, turns = check_inputs(load_config(overrides(inputs, tmp_path / "run", key)))
@@ -274,7 +292,7 @@ def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
         (False, "<user>(the answer)<assistant>"),
         (True, "(the next turn)<end>"),
     ]
-    assert (prompt.endswith("<assistant>"), history) == (
+    assert (prompt.endswith("The board.<assistant>"), history) == (
         True,
         "history: the chat template only appends to it",
     )

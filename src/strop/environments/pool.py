@@ -19,13 +19,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from strop.config.schema.environment import EnvironmentConfig
 from strop.environments.loading import Environments
+from strop.errors import ConfigError
+from strop.rewards.arguments import ground_truth_of
 from strop.rewards.worker.process import Child
 
 _LONGEST_LINE = 1 << 26  # bytes of an answer: the texts of all turns that were played again
@@ -56,6 +58,12 @@ class Request:
     def closes(self) -> bool:
         """True for the end of a lost episode, which only has to be closed."""
         return "end" in self.content and self.content["end"]["values"] is None
+
+
+def row_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row as methods get them: with the ground truth that reward functions get."""
+    truth = ground_truth_of(columns.get("reward_model"), columns.get("ground_truth"))
+    return dict(columns) if truth is None else {**columns, "ground_truth": truth}
 
 
 class EnvironmentPool:
@@ -91,6 +99,21 @@ class EnvironmentPool:
             timeout_s=settings.timeout,
             memory_limit_mb=settings.memory_limit_mb,
         )
+
+    def try_reset(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Begin and close an episode of the first of ``rows`` that allows it; return the text of ``reset``.
+
+        Raises ``ConfigError`` with the first failure if there is none.
+        """
+        failure, name = "", "tried"
+        for row in rows:
+            answer = self.submit(Request(name, row, 0, [], {})).result()
+            if "failed" not in answer:
+                end = {"end": {"turns": [], "values": None}}
+                self.submit(Request(name, row, 0, [], end)).result()
+                return answer["text"]
+            failure = failure or answer.get("traceback", answer["failed"])
+        raise ConfigError(f"reset of the environment fails for the first rows:\n{failure.strip()}")
 
     def submit(self, request: Request) -> Future[dict[str, Any]]:
         """Send a request; its answer is that of ``child``, with that of the beginning if there was one.

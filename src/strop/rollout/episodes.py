@@ -24,10 +24,10 @@ import torch
 from strop.columns import ENDED_BY
 from strop.data.bridge import Bridge, Call
 from strop.environments.loading import Environments
-from strop.environments.pool import EnvironmentPool, Request
+from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError
 from strop.protocol import DataProto
-from strop.rewards.arguments import PlayedTurn, ground_truth_of
+from strop.rewards.arguments import PlayedTurn
 from strop.rollout.in_flight import Gather, InFlight, Record, RecordedTurn, exchange
 from strop.rollout.turn_format import TurnFormat, call_id
 from strop.terminal import printable
@@ -188,9 +188,8 @@ class Episodes:
         known = self._episodes.setdefault(batch, {})
         if row not in known:
             prompt, number = divmod(row - batch.own.start, batch.params.n)
-            columns = {name: values[prompt] for name, values in batch.prompts.non_tensor_batch.items()}
-            truth = ground_truth_of(columns.get("reward_model"), columns.get("ground_truth"))
-            columns |= {} if truth is None else {"ground_truth": truth}  # as reward functions get it
+            given = {name: values[prompt] for name, values in batch.prompts.non_tensor_batch.items()}
+            columns = row_of(given)
             self._n_named += 1
             tools = self._environments.tools_of(columns)
             seed = self._seed(batch, prompt, number)

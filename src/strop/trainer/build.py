@@ -5,9 +5,11 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from strop.data.template_check import require_end
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.device import pick_device, require_gpu
 from strop.environments.loading import Environments, load_environments
+from strop.environments.pool import EnvironmentPool, row_of
 from strop.errors import Attempts, DataError, ModelError, raised_as
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.folder import (
@@ -345,30 +348,49 @@ def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[Exampl
     """Score the first row; see ``strop.rewards.example.score_first_row``."""
     config = trainer.config
     sampling = config.actor_rollout_ref.rollout
-    reward_fn, loader, n = trainer.reward_fn, trainer.train_loader, sampling.n
+    reward_fn, n = trainer.reward_fn, sampling.n
     if config.trainer.val_only:
-        reward_fn, loader, n = trainer.val_reward_fn, trainer.val_loader, sampling.val_kwargs.n
-    rows = (columns_of(loader.dataset, row) for row in range(len(loader.dataset)))
-    return score_first_row(config.reward_model, reward_fn, rows, n=n, is_check=is_check)
+        reward_fn, n = trainer.val_reward_fn, sampling.val_kwargs.n
+    return score_first_row(config.reward_model, reward_fn, _rows(trainer), n=n, is_check=is_check)
+
+
+def _rows(trainer: RayPPOTrainer) -> Generator[dict[str, Any]]:
+    """Yield the rows of the run, with ``input_ids``."""
+    loader = trainer.val_loader if trainer.config.trainer.val_only else trainer.train_loader
+    yield from (columns_of(loader.dataset, row) for row in range(len(loader.dataset)))
+
+
+def try_reset(trainer: RayPPOTrainer) -> str:
+    """Return the text of ``reset`` for one of the first two rows; see ``EnvironmentPool.try_reset``."""
+    if trainer.environments is None:
+        return ""
+    rows = [row_of({**row, "uid": "0"}) for row in itertools.islice(_rows(trainer), 2)]
+    for row in rows:
+        del row["input_ids"]
+    pool = EnvironmentPool.of(trainer.environments, trainer.config.environment)
+    with contextlib.closing(pool):
+        return pool.try_reset(rows)
 
 
 def two_turns(trainer: RayPPOTrainer) -> tuple[str, list[tuple[bool, str]], str] | None:
     """Return the first row's prompt, the turns after it, and what the chat template does to history.
 
-    None without an environment. The texts come with True if they are sampled; see ``TurnFormat``.
+    None without an environment. The prompt has the text of ``reset``, which is called; raises as
+    ``try_reset`` does. The texts come with True if they are sampled; see ``TurnFormat``.
     """
     environments, tokenizer = trainer.environments, trainer.tokenizer
     if environments is None:
         return None
-    loader = trainer.val_loader if trainer.config.trainer.val_only else trainer.train_loader
-    row = columns_of(loader.dataset, 0)
-    form = turn_format(trainer.config, environments, tokenizer)
-    turns = form.two_turns(environments.tools_of(row))
-    return tokenizer.decode(row["input_ids"]), turns, form.history()
+    text, row = try_reset(trainer), next(_rows(trainer))
+    form, tools = turn_format(trainer.config, environments, tokenizer), environments.tools_of(row)
+    ids = form.prompt(row, tools, text) if text else row["input_ids"]
+    return tokenizer.decode(ids), form.two_turns(tools), form.history()
 
 
 def report_reward(trainer: RayPPOTrainer) -> None:
-    """Log the result of ``try_reward``, before any model loads; raises as it does."""
+    """Log the result of ``try_reward``, before any model loads; raises as it and ``try_reset`` do."""
+    if not runs_on_ray(trainer.config):  # else environments may be on other machines
+        try_reset(trainer)
     found, warning = try_reward(trainer, is_check=False)
     if found is not None:
         scores = "; ".join(f"{one.response!r:.60} scores {one.in_words():.60}" for one in found.tried)
