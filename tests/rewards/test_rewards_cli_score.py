@@ -151,7 +151,7 @@ def test_tokens_are_those_of_a_tokenizer_or_of_the_columns_that_strop_writes(
     score: Callable[..., Any], questions: Path, tokenizer: Any, tmp_path: Path
 ):
     custom = ["--custom", questions.parent / "functions.py", "--name", "tokens"]
-    with pytest.raises(ConfigError, match=naming("--reward FILE:tokens", "'prompt'", "--tokenizer MODEL")):
+    with pytest.raises(ConfigError, match=naming("functions.py:tokens", "'prompt'", "--tokenizer MODEL")):
         score(questions, *custom)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
@@ -168,9 +168,9 @@ def test_tokens_are_those_of_a_tokenizer_or_of_the_columns_that_strop_writes(
     [("misspelt", ["'anwser'", "did you mean 'answer'"]), ("cut", ["'truncated'", "a column 'truncated'"])],
 )
 def test_a_value_that_the_file_does_not_have_is_an_error_before_scoring(
-    score: Callable[..., Any], questions: Path, name: str, found: list[str]
+    score: Callable[..., Any], questions: Path, tmp_path: Path, name: str, found: list[str]
 ):
-    with pytest.raises(ConfigError, match=naming(f"--reward FILE:{name}", *found)):
+    with pytest.raises(ConfigError, match=naming(f"--reward {tmp_path}/functions.py:{name}", *found)):
         score(questions, "--custom", questions.parent / "functions.py", "--name", name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from strop.cli.options import add_choice_of_iteration, log_to_console, naming_options
+from strop.cli.options import add_choice_of_iteration, log_to_console, naming_function, naming_options
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
 from strop.config.schema import Config
@@ -60,7 +60,6 @@ OPTIONS = {
     "data.val_max_samples": "--limit",
     "reward_model.model.path": "--reward-model",
     "custom_reward_function.path": "--reward",
-    "custom_reward_function.name=": "--reward FILE:",
     "trainer.default_local_dir": "--out",
     "trainer.log_val_generations": "--show",
 }
@@ -70,7 +69,8 @@ OPTIONS = {
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model and show the figures; return 0."""
     overridden = {override.partition("=")[0].lstrip("+~") for override in arguments.overrides}
-    names = {key: option for key, option in OPTIONS.items() if key not in overridden}
+    options = OPTIONS | naming_function(arguments.reward or "")
+    names = {key: option for key, option in options.items() if key not in overridden}
     log_to_console(names)
     with naming_options(names):
         return _run(arguments)

@@ -21,6 +21,11 @@ def in_options(text: str, names: Mapping[str, str]) -> str:
     return re.sub(rf"(?<![\w.])({keys})((?<==)|(?![\w]|\.\w))", lambda key: names[key[1]], text)
 
 
+def naming_function(reward: str) -> dict[str, str]:
+    """Return the option that chooses another function of the file in ``--reward``, by the key's beginning."""
+    return {"custom_reward_function.name=": f"--reward {re.sub(r':[^:/]*$', '', reward)}:"}
+
+
 @contextmanager
 def naming_options(names: Mapping[str, str]) -> Generator[None]:
     """Replace keys by options in the message of an error of strop that the body raises."""

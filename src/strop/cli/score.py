@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from strop.cli.options import in_options, naming_options
+from strop.cli.options import in_options, naming_function, naming_options
 from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
 from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             bound = f", at most {most}" if most else ""
             raise ConfigError(f"--{option} {value}: expected a number above 0{bound}")
     console = console or Console()
-    with naming_options(_OPTIONS):
+    options = _OPTIONS | naming_function(arguments.custom or "")
+    with naming_options(options):
         scorer = _scorer(arguments)
         samples = list(_Rows(arguments, scorer).samples())
     if not samples:
@@ -124,14 +125,13 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         outcomes = list(track(found, "Scoring", console=console, transient=True, total=len(samples)))
     console.print(_scores(samples, outcomes))
     if errors := [outcome.error for outcome in outcomes if outcome.error]:
-        first = in_options(errors[0], _OPTIONS)
+        first = in_options(errors[0], options)
         console.print(literal(f"The first answer that could not be scored:\n{first}"))
     return 1 if errors else 0
 
 
 _OPTIONS = {
     "custom_reward_function.path": "--reward",
-    "custom_reward_function.name=": "--reward FILE:",
     "reward_model.timeout_s": "--timeout",
 }
 """Key -> the option that sets it, in errors of a user's function."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from strop.cli.options import in_options, log_to_console, naming_options
+from strop.cli.options import in_options, log_to_console, naming_function, naming_options
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def short_form(
     if "reward" in given:
         del keys[tree.short["reward"]]
         keys |= (of_reward := reward_keys(given["reward"]))
-        names |= dict.fromkeys(of_reward, "--reward") | {"custom_reward_function.name=": "--reward FILE:"}
+        names |= dict.fromkeys(of_reward, "--reward") | naming_function(given["reward"])
     return keys, recipe, names if given else {}
 
 
