@@ -386,5 +386,12 @@ def test_home_is_expanded_in_local_paths_only(monkeypatch):
     assert expand("~/data/x.parquet") == "/home/someone/data/x.parquet"
     assert expand("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert expand("hdfs://host/~x") == "hdfs://host/~x"
+
+
+def test_a_name_that_no_file_system_takes_is_an_error_without_a_traceback():
+    assert expand(f"{'a' * 255}/{'é' * 127}") == f"{'a' * 255}/{'é' * 127}"
+    for name in ("a" * 256, "é" * 128):
+        with pytest.raises(ConfigError, match=naming("255 bytes", name[:70])):
+            expand(f"runs/{name}")
     assert is_url("s3://bucket/x")
     assert not is_url("/local/x")

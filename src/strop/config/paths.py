@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
-from strop.errors import nearest
+from strop.errors import ConfigError, nearest
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter, as peft writes it."""
@@ -35,9 +35,14 @@ def is_url(path: str | Path) -> bool:
 def expand(path: str | Path) -> str:
     """Return `path` with a leading `~` expanded; URLs and hub names (Qwen/Qwen2.5-0.5B) are unchanged.
 
-    The `~` of an unknown user stays, as in shells; `Path.expanduser` would raise.
+    The `~` of an unknown user stays, as in shells; `Path.expanduser` would raise. Raises `ConfigError` for a
+    name that no file system takes.
     """
-    return str(path) if is_url(path) else os.path.expanduser(path)
+    if is_url(path):
+        return str(path)
+    if any(len(os.fsencode(name)) > 255 for name in str(path).split("/")):
+        raise ConfigError(f"the path {path!s:.80}... has a name of more than 255 bytes: choose a shorter one")
+    return os.path.expanduser(path)
 
 
 def may_be_a_hub_name(path: str) -> bool:
