@@ -113,7 +113,7 @@ def _equal(found, expected) -> None:
 
 def test_turns_that_are_answered_as_they_end_are_those_of_waves(rollout, model, monkeypatch):
     found = [rollout.generate(_prompts(delay), PARAMS).batch for delay in (0.0, 0.0, 0.2)]
-    in_waves = partial(rollout._episodes.complete, gather=None)
+    in_waves = rollout._episodes.complete
     monkeypatch.setattr(
         rollout,
         "_play",

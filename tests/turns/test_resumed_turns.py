@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from strop.errors import CheckpointError
+from strop.rollout.in_flight import InFlight
 
 from scripted import Script, answers, call, conversation, ended_by, environments_of, resumed
 
@@ -126,6 +129,41 @@ def test_an_environment_that_answers_otherwise_is_an_error_after_a_resume():
     recorded = resumed(before, environments_of(own=Changes), replay="recorded").play()
     assert ended_by(recorded) == ["environment"]
     assert answers(recorded)[0] == conversation(recorded)[0]["answers"][0]["content"]
+
+
+def test_what_one_rank_raises_is_raised_on_all():
+    """Each of two threads is a rank, with a sample of its own; only the first one checks what is replayed."""
+    before = _once_answered(Changes, [["a", "b", "c"]] * 2)
+    before.pool.close()
+    state, meet, values = before.batch.state(), threading.Barrier(2), {}
+
+    def run(rank: int) -> str:
+        replay = ("check", "recorded")[rank]
+        script = Script(environments_of(own=Changes), before.scripts, replay=replay)
+        parts = [script.batch.prompts[[row]] for row in range(2)]
+        script.batch = InFlight(parts[rank], script.batch.params, parts, rank, turn_length=99)
+        script.batch.restore(state)
+        script.turn = list(before.turn)
+
+        def gather(value):
+            values[rank] = value
+            meet.wait(10)
+            found = [values[0], values[1]]
+            meet.wait(10)
+            return found
+
+        try:
+            script.episodes.complete([script.batch], script.decode, gather)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            script.pool.close()
+        return "no error"
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, range(2))
+    assert "turn 0" in first
+    assert second == first
 
 
 class Leaves(Changes):

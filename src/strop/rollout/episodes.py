@@ -28,7 +28,7 @@ from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
-from strop.rollout.in_flight import Gather, InFlight, Record, RecordedTurn, exchange
+from strop.rollout.in_flight import Gather, InFlight, Place, Record, RecordedTurn, exchange
 from strop.rollout.turn_format import TurnFormat, call_id
 from strop.terminal import printable
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Place = tuple[InFlight, int]
-"""A batch, and the number of a sample in it."""
 Answer = dict[str, Any]
 """Result of ``EnvironmentPool.submit``."""
 
@@ -115,20 +113,18 @@ class Episodes:
         self,
         batches: Sequence[InFlight],
         decode: Callable[[], None],
-        gather: Gather | None = None,
+        gather: Gather = lambda value: [value],
         advanced: Advanced | None = None,
     ) -> None:
         """Let environments answer and ``decode`` turns, until the first of ``batches`` is complete.
 
-        ``decode`` ends when each turn of the first batch has ended. With ``gather``, ranks generate each
+        ``decode`` ends when each turn of the first batch has ended. Ranks that ``gather`` generate each
         other's samples, and each answers its own. ``advanced`` is called with the samples that are complete.
         """
         oldest, done = batches[0], 0
         while True:
             waiting = [(one, row) for one in batches for row in one.waiting.nonzero()[:, 0].tolist()]
-            self.answer([(one, row) for one, row in waiting if one.own.start <= row < one.own.stop])
-            if gather is not None:
-                exchange(waiting, gather)
+            exchange(waiting, self.answer, gather)
             if advanced is not None:
                 before, done = done, int(oldest.complete[oldest.own].sum())
                 advanced(done - before, 0)

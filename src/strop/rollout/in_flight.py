@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop.columns import ENDED_BY
-from strop.errors import CheckpointError, DataError, TrainingError
+from strop.errors import CheckpointError, DataError, TrainingError, portable
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
@@ -278,13 +278,39 @@ class InFlight:
             self._seed_turn(row)
 
 
-def exchange(waiting: Sequence[tuple[InFlight, int]], gather: Gather) -> None:
-    """Take over what other ranks have inserted into their samples, which are ``waiting`` here."""
-    own: dict[int, tuple[int, list[int]]] = {}
-    for number, (batch, row) in enumerate(waiting):
-        if batch.own.start <= row < batch.own.stop:
-            own[number] = int(batch.ended[row]), batch.ids(row)
-    for found in gather(own):
+Place = tuple[InFlight, int]
+"""A batch, and the number of a sample in it."""
+
+
+def together(step: Callable[[], Any], gather: Gather) -> list[Any]:
+    """Return the results of ``step`` on all ranks; raise on all what it raises on one. Collective.
+
+    The other ranks would wait for that one in the next collective.
+    """
+    result = error = None
+    try:
+        result = step()
+    except Exception as raised:  # noqa: BLE001 - raised below
+        error = portable(raised)
+    every = gather((result, error))
+    if (error := error or next(filter(None, (other for _, other in every)), None)) is not None:
+        raise error
+    return [found for found, _ in every]
+
+
+def exchange(waiting: Sequence[Place], answer: Callable[[Sequence[Place]], None], gather: Gather) -> None:
+    """Answer this rank's samples among those ``waiting``; insert what others did into theirs. Collective."""
+    own = {
+        number: (batch, row)
+        for number, (batch, row) in enumerate(waiting)
+        if batch.own.start <= row < batch.own.stop
+    }
+
+    def answered() -> dict[int, tuple[int, list[int]]]:
+        answer([*own.values()])
+        return {number: (int(batch.ended[row]), batch.ids(row)) for number, (batch, row) in own.items()}
+
+    for found in together(answered, gather):
         for number in found.keys() - own.keys():
             (batch, row), (ended, ids) = waiting[number], found[number]
             batch.ended[row] = ended

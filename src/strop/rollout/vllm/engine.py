@@ -53,7 +53,7 @@ from strop.rollout.base import (
     tokens_only,
 )
 from strop.rollout.episodes import Episodes
-from strop.rollout.in_flight import InFlight, Queue
+from strop.rollout.in_flight import InFlight, Queue, together
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
@@ -216,14 +216,18 @@ class VLLMRollout:
         """Return the samples of all ranks of the tensor-parallel group, each of which submits all of them."""
         columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
         of_ranks, rank = gathered(columns.to("cpu")), get_tp_group().rank_in_group
-        if self._episodes is None:
+        if (episodes := self._episodes) is None:
             return InFlight(prompts, params, of_ranks, rank)
-        length = self._episodes.turn_length
-        batch = self._episodes.begin(InFlight(prompts, params, of_ranks, rank, turn_length=length))
-        # what the resets of the other ranks returned, and lost
+        batch = InFlight(prompts, params, of_ranks, rank, turn_length=episodes.turn_length)
         first = batch.own.start // params.n
-        batch.prompt_ids = [*itertools.chain(*gathered(batch.prompt_ids[first : first + len(prompts)]))]
-        batch.ended = torch.cat(gathered(batch.ended[batch.own]))
+
+        def begun() -> tuple[list[Tensor], Tensor]:
+            episodes.begin(batch)
+            return batch.prompt_ids[first : first + len(prompts)], batch.ended[batch.own]
+
+        # what the resets of the other ranks returned, and lost
+        prompt_ids, ended = zip(*together(begun, gathered), strict=True)
+        batch.prompt_ids, batch.ended = [*itertools.chain(*prompt_ids)], torch.cat(ended)
         return batch
 
     @property
