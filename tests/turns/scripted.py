@@ -65,10 +65,12 @@ class Script:
         n: int = 1,
         max_tokens: int = 2000,
         prompt: Any = "Hi",
+        truncation: str = "error",
         **settings: Any,
     ) -> None:
         self.tokenizer = byte_tokenizer(template)
-        config = load_config(KEYS).model_copy(update={"environment": settings_of(**settings)})
+        config = load_config([*KEYS, f"data.truncation={truncation}"])
+        config = config.model_copy(update={"environment": settings_of(**settings)})
         self.form = TurnFormat(config, environments, self.tokenizer, [STOP])
         self.pool = EnvironmentPool.of(environments, config.environment)
         self.episodes = Episodes(environments, config.environment, self.form, self.pool)

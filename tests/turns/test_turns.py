@@ -13,6 +13,8 @@ from strop.data.prompts import encode_prompts
 from strop.errors import DataError
 
 from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
+from chat_templates import TEMPLATES
+from messages import mentions
 from scripted import Script, answers, call, conversation, ended_by, environments_of
 
 
@@ -407,8 +409,11 @@ def test_a_text_of_reset_is_added_to_the_prompt():
 
 
 def test_a_text_of_reset_must_fit_and_be_of_the_group():
-    with pytest.raises(DataError, match=r"data\.max_prompt_length is"):
-        Script(environments_of(own=Tells), [["a"]], rows={"start": ["x" * 200]})
+    rows = {"start": ["x" * 200, "y"]}
+    with pytest.raises(DataError) as error:
+        Script(environments_of(own=Tells), [["a"]] * 2, rows=rows)
+    found = ("1 of 2 prompts", "data.max_prompt_length=236", "data.truncation", "filter_overlong_prompts")
+    assert mentions(error.value, *found)
     with pytest.raises(DataError, match=r"environment\.seed=prompt"):
         Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, seed="sample")
 
@@ -422,3 +427,16 @@ def test_a_call_where_a_row_has_no_tools_is_text():
     assert ended_by(result) == ["environment", "environment"]
     assert answers(result, 1) == [f"[{call('submit', answer=7)}]"]
     assert result.batch["n_malformed"].tolist() == [0, 0]
+@pytest.mark.parametrize(
+    ("truncation", "end"), [("left", "assistant\n"), ("right", "x"), ("middle", "assistant\n")]
+)
+def test_a_prompt_that_a_text_of_reset_makes_too_long_is_cut_as_others_are(truncation, end):
+    rows = {"start": ["x" * 200]}
+    script = Script(environments_of(own=Tells), [["a"]], rows=rows, truncation=truncation)
+    ids = script.play().batch["prompts"][0]
+    assert script.batch.prompt_ids[0].tolist() == ids.tolist()  # as long as the column
+    text = script.tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>user\nHi" if truncation != "left" else "x")
+    assert text.endswith(end)
+
+

@@ -86,8 +86,8 @@ class Episodes:
     def begin(self, batch: InFlight) -> InFlight:
         """Give the prompts of a batch the texts that ``reset`` returned; return the batch.
 
-        A prompt has the text of its first sample whose ``reset`` does not fail. Raises ``DataError`` if a
-        prompt becomes too long, or its samples have seeds of their own.
+        A prompt has the text of its first sample whose ``reset`` does not fail, and is cut as others are.
+        Raises ``DataError`` if a prompt becomes too long, or its samples have seeds of their own.
         """
         if not self._environments.has_reset:
             return batch
@@ -106,7 +106,8 @@ class Episodes:
             firsts = range(own.start, own.stop, n)
             episodes = [(self._episode(batch, first), texts.get(first, "")) for first in firsts]
             prompts = [self._form.prompt(one.row, one.tools, text) for one, text in episodes]
-            batch.replace_prompts(prompts, self._form.pad_token_id)
+            width = batch.prompts.batch["input_ids"].shape[1]
+            batch.replace_prompts(self._form.fitted(prompts, width), self._form.pad_token_id)
         return batch
 
     def complete(

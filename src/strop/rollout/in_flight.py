@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop.columns import ENDED_BY
-from strop.errors import CheckpointError, DataError, TrainingError, portable
+from strop.errors import CheckpointError, TrainingError, portable
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
@@ -118,16 +118,8 @@ class InFlight:
         self.records = [Record() for _ in range(rows)]
 
     def replace_prompts(self, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Set the token ids of this rank's prompts, before anything is generated.
-
-        Raises ``DataError`` for one that is longer than the column.
-        """
+        """Set the token ids of this rank's prompts, which fit into the column, before any is generated."""
         width = self.prompts.batch["input_ids"].shape[1]
-        if (longest := max(map(len, prompts))) > width:
-            raise DataError(
-                f"a prompt with the text that its environment's reset returned has {longest} tokens, "
-                f"data.max_prompt_length is {width}"
-            )
         lengths_B1 = torch.tensor([[len(ids)] for ids in prompts])
         mask_BP = (torch.arange(width) >= width - lengths_B1).long()
         ids_BP = torch.full((len(prompts), width), pad_token_id)

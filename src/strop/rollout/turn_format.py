@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from strop.data.bridge import Bridge, Call
 from strop.data.prompts import PromptFormat, encode_prompts
+from strop.data.rl_dataset import truncate
 from strop.data.tool_calls import Turn, find_parser
 from strop.environments.loading import Environments, load_object
 from strop.errors import DataError
@@ -37,6 +40,7 @@ class TurnFormat:
         """
         data, self._settings, self._tokenizer = config.data, config.environment, tokenizer
         self._prompt_key, self.pad_token_id = data.prompt_key, tokenizer.pad_token_id
+        self._truncation = data.truncation
         self._how = PromptFormat(
             **{key.name: getattr(data, key.name) for key in dataclasses.fields(PromptFormat)}
         )
@@ -126,6 +130,21 @@ class TurnFormat:
             messages = [*messages, {"role": "user", "content": text}]
         shown = json.dumps(tools) if tools else None
         return encode_prompts([messages], self._tokenizer, self._how, [shown])[0]
+
+    def fitted(self, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+        """Return prompts of at most ``limit`` tokens, cut as the data set cuts those of rows.
+
+        Raises ``DataError`` for a longer one where data.truncation is ``error``.
+        """
+        overlong = [len(ids) for ids in prompts if len(ids) > limit]
+        if overlong and self._truncation == "error":
+            raise DataError(
+                f"{len(overlong)} of {len(prompts)} prompts have more than data.max_prompt_length={limit} "
+                "tokens with the text that the environment's reset returned. Keep them with "
+                f"data.max_prompt_length={max(overlong)}, the longest of these, or cut them with "
+                "data.truncation=left (data.filter_overlong_prompts drops rows before reset is called)"
+            )
+        return [truncate(np.array(ids), limit, self._truncation).tolist() for ids in prompts]
 
 
 def call_id(seed: int, turn: int, number: int) -> str:
