@@ -10,7 +10,7 @@ import time
 import pytest
 
 from strop.data.prompts import encode_prompts
-from strop.errors import DataError
+from strop.errors import DataError, ModelError
 
 from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
 from chat_templates import TEMPLATES
@@ -45,6 +45,41 @@ class Replies:
 
     def respond(self, response, turn):
         return None if response == "bye" else f"[{response}]"
+
+
+class Says:
+    def reset(self, message, **row):
+        self.message = message
+
+    def respond(self, response, turn):
+        return self.message
+
+
+PHI, GEMMA = (TEMPLATES[family].text for family in ("Phi-3", "Gemma, Mistral's first"))
+ALTERNATES = PHI.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if (m.role == 'assistant') != (loop.index0 % 2 == 1) %}"
+    "{{ raise_exception('user and assistant in turn') }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "reason", "taken"),
+    [
+        (GEMMA, ["system"], "TemplateError: roles must alternate", "user or assistant"),
+        (ALTERNATES, ["user", "user"], "TemplateError: user and assistant in turn", "user is"),
+        (PHI, ["tool"], "not in the text", "user or assistant"),
+    ],
+    ids=["raises", "alternates", "leaves out"],
+)
+def test_a_message_that_the_template_does_not_show_is_an_error(template, roles, reason, taken):
+    rows = {"message": [[{"role": role, "content": "x" * 999} for role in roles]]}
+    script = Script(environments_of(own=Says), [["a"]], rows=rows, template=template)
+    with pytest.raises(ModelError) as error:
+        script.play()
+    shown = [f"{role} 'xxx" for role in roles]
+    assert mentions(error.value, "environment.path=Says: turn 0 of sample 0", *shown, reason, taken)
+    assert "x" * 80 not in str(error.value)
 
 
 class Submits:
@@ -418,15 +453,6 @@ def test_a_text_of_reset_must_fit_and_be_of_the_group():
         Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, seed="sample")
 
 
-def test_a_call_where_a_row_has_no_tools_is_text():
-    environments = environments_of(tools=Submits, game=Replies)
-    rows = {"environment": ["tools", "game"]}
-    result = Script(
-        environments, [[call("submit", answer=7)], [call("submit", answer=7), "bye"]], rows=rows
-    ).play()
-    assert ended_by(result) == ["environment", "environment"]
-    assert answers(result, 1) == [f"[{call('submit', answer=7)}]"]
-    assert result.batch["n_malformed"].tolist() == [0, 0]
 @pytest.mark.parametrize(
     ("truncation", "end"), [("left", "assistant\n"), ("right", "x"), ("middle", "assistant\n")]
 )
@@ -440,3 +466,12 @@ def test_a_prompt_that_a_text_of_reset_makes_too_long_is_cut_as_others_are(trunc
     assert text.endswith(end)
 
 
+def test_a_call_where_a_row_has_no_tools_is_text():
+    environments = environments_of(tools=Submits, game=Replies)
+    rows = {"environment": ["tools", "game"]}
+    result = Script(
+        environments, [[call("submit", answer=7)], [call("submit", answer=7), "bye"]], rows=rows
+    ).play()
+    assert ended_by(result) == ["environment", "environment"]
+    assert answers(result, 1) == [f"[{call('submit', answer=7)}]"]
+    assert result.batch["n_malformed"].tolist() == [0, 0]

@@ -29,6 +29,8 @@ _MARK, _PROBE, _THOUGHT = "zqxjkvbp", "wvfqzjkx", "kjwzxqvf"
 _THINKING = "<think>\n{}\n</think>\n\n"
 _FORMS = ("mapping", "text", "content")
 """Where the marker of a turn stands: the arguments of a call, as a mapping or JSON text, or the content."""
+_ROLES = ("user", "tool", "system", "assistant")
+_AS_USER = "set environment.answer_role=user, which sends a tool's answer as a user's message"
 _HELLO = {"role": "user", "content": "Hi"}
 
 
@@ -78,6 +80,7 @@ class Bridge:
         }
         self.answers_as_user = answer_role == "user"
         self._form = "content"
+        self._refusals: dict[str, str] = {}
         probe = {"role": "user", "content": _PROBE}
         self._require("user", ("content",), [probe])
         found, _ = self._render("content", [probe])
@@ -94,17 +97,28 @@ class Bridge:
     def ids(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> list[int]:
         """Return the ids of the bridge with ``messages`` in it, which answer ``calls`` or the turn's text.
 
-        Control tokens in the messages are text. Raises ``ModelError`` if the template does not render them.
+        Control tokens in the messages are text. Raises ``ModelError`` if the template does not show them.
         """
         given = self._control.escape([dict(message) for message in messages])
         found, problem = self._render(self._form if calls else "content", given, calls, probe=False)
-        if found is None:
-            raise ModelError(f"the chat template does not render the answer {messages}: {problem}")
+        if not calls:
+            problem = problem or next(filter(None, (self._refusal(one["role"]) for one in messages)), "")
+        if found is None or problem:
+            shown = ", ".join(f"{one['role']} {one['content']!r:.80}" for one in messages)
+            taken = " or ".join(role for role in _ROLES if not self._refusal(role))
+            remedy = _AS_USER if calls and not self.answers_as_user else f"one message of {taken} is shown"
+            raise ModelError(f"the chat template does not show {shown} after a turn: {problem}; {remedy}")
         stop, text = found
         ids = self._control.encode([stop + text], add_special_tokens=False)[0]
         if not ids or ids[0] != self.stops[stop]:
             raise ModelError(f"the stop token {stop!r} is not one token before {text!r:.80}")
         return ids[1:]
+
+    def _refusal(self, role: str) -> str:
+        """Return why the template does not show a message of this role after a turn; "" if it does."""
+        if role not in self._refusals:
+            self._refusals[role] = self._render("content", [{"role": role, "content": _PROBE}])[1]
+        return self._refusals[role]
 
     def answers(self, calls: Sequence[Call], texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the messages with the answers to the calls of a turn, in the order of the calls."""
@@ -152,13 +166,13 @@ class Bridge:
                 return form
             problems.append(problem)
         remedy = (
-            "; set environment.answer_role=user, which sends a tool's answer as a user's message"
+            _AS_USER
             if role == "tool"
-            else "; use the model's own end token and chat template, or set data.chat_template"
+            else "use the model's own end token and chat template, or set data.chat_template"
         )
         raise ModelError(
             f"the chat template of {self._tokenizer.name_or_path!r} shows no answer of the role {role!r} "
-            f"after a turn: {'; '.join(dict.fromkeys(problems))}{remedy}"
+            f"after a turn: {'; '.join(dict.fromkeys(problems))}; {remedy}"
         )
 
     def _render(

@@ -39,10 +39,14 @@ class Environments:
     schemas: Mapping[str, list[dict[str, Any]]]
     """JSON schemas of the tools, by the name of the environment ("": of all rows)."""
     gives_rewards: bool
-    has_reset: bool
-    """There is an environment, not only tools."""
+    named: Mapping[str, str]
+    """The environments, as messages name them, by their names; empty with tools alone."""
     needs: Mapping[str, tuple[Sequence[str], Collection[str]]]
     """Method, as messages name it -> its required parameters, and those that are no columns."""
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Return the environment of a row, as messages name it."""
+        return self.named.get("" if "" in self.named else str(row.get("environment")), "environment.tools")
 
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a method has a parameter that is neither a known value nor a column."""
@@ -118,7 +122,7 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
         list(sys.path),
         schemas,
         blueprint.gives_rewards(),
-        bool(environments),
+        named,
         {
             f"{named[name]}: {method}": needed
             for name, found in environments.items()

@@ -25,7 +25,7 @@ from strop.columns import ENDED_BY
 from strop.data.bridge import Bridge, Call
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request, row_of
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, ModelError
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.in_flight import Gather, InFlight, Place, Record, RecordedTurn, exchange
@@ -89,7 +89,7 @@ class Episodes:
         A prompt has the text of its first sample whose ``reset`` does not fail, and is cut as others are.
         Raises ``DataError`` if a prompt becomes too long, or its samples have seeds of their own.
         """
-        if not self._environments.has_reset:
+        if not self._environments.named:
             return batch
         own, n = batch.own, batch.params.n
         texts: dict[int, str] = {}
@@ -252,7 +252,12 @@ class Episodes:
         else:
             messages = self._form.messages(episode.bridge, calls, answer)
             record.other_stop += batch.ids(row)[-1] != episode.bridge.stop_id
-            batch.insert(row, episode.bridge.ids(messages, calls))
+            try:
+                ids = episode.bridge.ids(messages, calls)
+            except ModelError as error:
+                named = self._environments.name_of(episode.row)
+                raise ModelError(f"{named}: turn {number} of sample {row}: {error}") from error
+            batch.insert(row, ids)
             if not batch.complete[row]:  # else the answer did not fit
                 turn.answers = messages
 
