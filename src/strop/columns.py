@@ -93,7 +93,7 @@ n_malformed         | B   | int16   | turns  | rollout | metrics | with calls th
 n_errors            | B   | int16   | errors | rollout | metrics | of the environment | environment
 n_other_stop        | B   | int16   | turns  | rollout | metrics | not the template's stop token | environment
 conversation        | B   | object  | JSON   | rollout | rewards, samples | after the prompt | environment
-environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn | it has `reward`
+environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn; NaN: none | it has `reward`
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted
 hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted
 rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable

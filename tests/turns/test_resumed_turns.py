@@ -72,8 +72,9 @@ def test_a_resumed_sample_has_all_turns_counts_and_rewards_of_one_that_was_not(t
     log = tmp_path / "resumed"
     left, rows = log.read_text(), {"log": [str(log)] * len(SCRIPTS)}
     after = resumed(before, environments_of(own=Works), rows=rows, error=error, turn_length=80).play()
-    for name, column in whole.batch.items():
-        assert torch.equal(column, after.batch[name]), name
+    assert whole.batch.keys() == after.batch.keys()
+    for name, column in whole.batch.items():  # of lost samples environment_scores are NaN
+        torch.testing.assert_close(after.batch[name], column, rtol=0, atol=0, equal_nan=True, msg=name)
     assert whole.non_tensor_batch["conversation"].tolist() == after.non_tensor_batch["conversation"].tolist()
     if waves == 3:  # what cost its process is not tried again
         assert log.read_text() == left != ""

@@ -73,6 +73,29 @@ def test_what_a_tool_says_is_no_response_and_turns_are_not_glued_together():
     assert output.responses == [f"{played.turns[0].text}\n4"]
 
 
+class Games:
+    """It gives no rewards."""
+
+    def reset(self, **row):
+        pass
+
+    def respond(self, response, turn):
+        return None
+
+
+def test_an_environment_without_rewards_is_in_no_mean_of_them():
+    rows = {"environment": ["looks", "games", "looks"], "data_source": ["a", "b", "a"]}
+    scripts = [[call("look"), "x"], ["x"], ["x"]]
+    result = Script(environments_of(looks=Looks, games=Games), scripts, rows=rows).play()
+    manager = RewardManager(byte_tokenizer(), 0, lambda response: 0.25, by_environment=True)
+    output = manager(result)
+    manager.close()
+    assert output.parts["environment"].nan_to_num(nan=-1).tolist() == [1.5, -1, 0]
+    assert output.metrics["reward/environment/mean"] == 0.75
+    assert output.metrics["reward/added/b/environment"] == 0
+    assert output.token_level_scores.sum(1).tolist() == [1.75, 0.25, 0.25]
+
+
 def test_inserted_tokens_cost_no_discount_and_carry_no_value_or_reward():
     mask = torch.tensor([[1.0, 1, 0, 0, 1, 1]])
     for poison in (0.0, 7.0):

@@ -50,7 +50,6 @@ from strop.rewards.reward_output import (
     SamplePrinter,
     at_last_token,
     log_first,
-    lost_in,
     model_scores,
     name_row,
     rule_parts,
@@ -387,7 +386,7 @@ class RewardManager(Reward):
         environment_BT = batch.batch.get("environment_scores")
         if environment_BT is not None:
             environment_BT = environment_BT.float().cpu()
-            given[ENVIRONMENT] = environment_BT.sum(dim=1).masked_fill(lost_in(batch), math.nan)
+            given[ENVIRONMENT] = environment_BT.sum(dim=1)  # NaN for samples without
         weigh = functools.partial(self._weigh, has_rule=has_rule, sources=sources, validating=validating)
         if model_scores is not None:
             model_B = model_scores.detach().float().cpu().reshape(len(samples))
@@ -441,7 +440,7 @@ class RewardManager(Reward):
         if environment_BT is None or ENVIRONMENT not in added:
             return at_last_token(scores_B, mask_BT)
         weights_B = torch.tensor([self.composition.parts[ENVIRONMENT].weight(source) for source in sources])
-        levels_BT = zero_masked(environment_BT, mask_BT.cpu()) * weights_B[:, None]
+        levels_BT = zero_masked(environment_BT.nan_to_num(), mask_BT.cpu()) * weights_B[:, None]
         rest_B = scores_B - added[ENVIRONMENT]
         return at_last_token(rest_B, mask_BT) + levels_BT.to(mask_BT.device)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -350,10 +351,13 @@ def _replayed(record: Record) -> list[tuple[int, RecordedTurn]]:
 
 
 def _scores(batch: InFlight, row: int, rewards: Sequence[float] | None) -> torch.Tensor:
-    """Return the rewards of a sample [T]: a turn's on its last token, a single one on the last turn's."""
-    scores = torch.zeros(batch.params.max_tokens)
+    """Return the rewards of a sample [T]: a turn's on its last token, a single one on the last turn's.
+
+    NaN without rewards, as other parts of a score are where they do not apply.
+    """
     if not rewards:
-        return scores
+        return torch.full((batch.params.max_tokens,), math.nan)
+    scores = torch.zeros(batch.params.max_tokens)
     sampled = (batch.versions[row] >= 0).int()
     lasts = (sampled.diff(append=sampled.new_zeros(1)) < 0).nonzero()[:, 0]
     scores[lasts[-1:] if len(rewards) == 1 else lasts] = torch.tensor(rewards)
