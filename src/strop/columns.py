@@ -92,6 +92,7 @@ n_calls             | B   | int16   | calls  | rollout | metrics | of tools | en
 n_malformed         | B   | int16   | turns  | rollout | metrics | with calls that cannot be run | environment
 n_errors            | B   | int16   | errors | rollout | metrics | of the environment | environment
 n_other_stop        | B   | int16   | turns  | rollout | metrics | not the template's stop token | environment
+turn_cut            | B   | bool    |        | rollout | metrics | at environment.turn_length | environment
 conversation        | B   | object  | JSON   | rollout | rewards, samples | after the prompt | environment
 environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn; NaN: none | it has `reward`
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted

@@ -6,9 +6,19 @@ import random
 
 import pytest
 
+from strop.config.load import load_config
 from strop.trainer.watches import SignalWatch, StallWatch, cut_answers, equal_scores
 
 from messages import mentions
+
+CONFIG = load_config(
+    [
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=f",
+        "data.max_response_length=32",
+        "environment.turn_length=7",
+    ]
+)
 
 
 def iteration(scores: tuple[float, float], advantages: tuple[float, float]) -> dict[str, float]:
@@ -101,12 +111,15 @@ def test_single_samples_with_different_scores_and_null_do_not_warn():
 
 
 def test_most_answers_cut_is_a_warning_with_the_key():
-    assert cut_answers({"response_length/clip_ratio": 0.5}, 32, first=0.5) is None
-    line = cut_answers({"response_length/clip_ratio": 0.938}, 32, first=0.6)
+    assert cut_answers({"response_length/clip_ratio": 0.5}, CONFIG, first=0.5) is None
+    line = cut_answers({"response_length/clip_ratio": 0.938}, CONFIG, first=0.6)
     assert mentions(line, "94%", "data.max_response_length=32")
+    for by_turn, key in ((0.3, "data.max_response_length=32"), (0.6, "environment.turn_length=7")):
+        found = {"response_length/clip_ratio": 0.9, "turns/cut": by_turn}
+        assert mentions(cut_answers(found, CONFIG, first=0.9), "90%", key)
 
 
 def test_a_share_of_cut_answers_that_doubles_names_the_penalty():
-    assert cut_answers({"response_length/clip_ratio": 0.4}, 32, first=0.1) is None
-    line = cut_answers({"response_length/clip_ratio": 0.52}, 32, first=0.26)
+    assert cut_answers({"response_length/clip_ratio": 0.4}, CONFIG, first=0.1) is None
+    line = cut_answers({"response_length/clip_ratio": 0.52}, CONFIG, first=0.26)
     assert mentions(line, "26%", "52%", "data.max_response_length=32", "reward_model.non_stop_penalty=True")

@@ -11,6 +11,7 @@ import pytest
 
 from strop.data.prompts import encode_prompts
 from strop.errors import DataError, ModelError
+from strop.trainer.metrics import turn_metrics
 
 from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
 from chat_templates import TEMPLATES
@@ -180,6 +181,16 @@ def test_a_malformed_call_is_told_and_the_sample_goes_on(said, named):
     assert "\n" not in text
     for word in named:
         assert word in text
+
+
+def test_samples_are_counted_by_the_limit_that_cut_them():
+    """By its turn's, by the whole sample's in a second turn, by an answer without room, and none."""
+    scripts = [["a" * 20], ["b" * 9, "c" * 9], ["d" * 9, "e"], ["bye"]]
+    script = Script(environments_of(own=Replies), scripts, turn_length=10, max_tokens=45)
+    result = script.play()
+    assert ended_by(result) == ["length"] * 3 + ["environment"]
+    assert result.batch["turn_cut"].tolist() == [True, False, False, False]
+    assert turn_metrics(result)["turns/cut"] == 0.25
 
 
 def test_a_malformed_call_may_end_the_sample():

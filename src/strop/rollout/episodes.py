@@ -176,6 +176,9 @@ class Episodes:
         records = batch.records[batch.own]
         for name in ("malformed", "errors", "other_stop"):
             columns[f"n_{name}"] = torch.tensor([getattr(one, name) for one in records], dtype=torch.int16)
+        own = batch.own
+        is_cut = (batch.ended[own] == ENDED_BY.index("length")) & ~batch.stopped[own]
+        columns["turn_cut"] = is_cut & (batch.lengths[own] < batch.params.max_tokens)
         calls = [sum(len(turn.calls) for turn in one.turns) for one in records]
         columns["n_calls"] = torch.tensor(calls, dtype=torch.int16)
         self._episodes.pop(batch, None)

@@ -200,6 +200,7 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
         "turns/max": turns_B.max().item(),
         "turns/answer_tokens": inserted / len(turns_B),
         "turns/share_inserted": inserted / max(present_BT.sum().item(), 1),
+        "turns/cut": columns["turn_cut"].float().mean().item(),
         **counts,
         **reasons,
     }

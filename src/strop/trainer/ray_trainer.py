@@ -304,7 +304,7 @@ class RayPPOTrainer(VerlNames):
         if self._first_cut is None:
             self._first_cut = metrics["response_length/clip_ratio"]
         if not self._warned_truncation and (
-            warning := cut_answers(metrics, self.config.data.max_response_length, first=self._first_cut)
+            warning := cut_answers(metrics, self.config, first=self._first_cut)
         ):
             self._warned_truncation = True
             logger.warning("warning: %s", warning)

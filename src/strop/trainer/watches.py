@@ -7,6 +7,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from strop.config.keys import value_at
+from strop.config.schema import Config
+
 _STALL = 50
 """Iterations in which score and entropy of a policy that learns move by more than their noise."""
 
@@ -73,15 +76,16 @@ class SignalWatch:
         )
 
 
-def cut_answers(metrics: Mapping[str, float], limit: int, *, first: float) -> str | None:
-    """Return a warning if most responses of an iteration were cut at ``limit`` tokens.
+def cut_answers(metrics: Mapping[str, float], config: Config, *, first: float) -> str | None:
+    """Return a warning if most responses of an iteration were cut, with the key that cut more of them.
 
     ``first`` is their share in the first iteration.
     """
-    share = metrics["response_length/clip_ratio"]
+    share, by_turn = metrics["response_length/clip_ratio"], metrics.get("turns/cut", 0.0)
     if share <= 0.5:
         return None
-    cut = f"of the answers were cut at data.max_response_length={limit} before they ended"
+    key = "environment.turn_length" if by_turn > share / 2 else "data.max_response_length"
+    cut = f"of the answers were cut at {key}={value_at(config, key)} before they ended"
     if share >= 2 * first:
         return (
             f"{share:.0%} {cut}, and {first:.0%} in the first iteration: the score may pay for length, or "
