@@ -138,7 +138,7 @@ score               | B   | float32 | score  | samples | validation, view | sum 
 reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
 reward_text/<part>  | B   | string  | text   | samples | view | what a scorer returned besides numbers
 reward_failed       | B   | bool    |        | samples | validation | not scored | reward managers
-response_length     | B   | int32   | tokens | samples | view | of response_ids
+response_length     | B   | int32   | tokens | samples | validation, view | sampled ones of response_ids
 prompt_ids          | B*  | int32   | id     | samples | users | without padding
 response_ids        | B*  | int32   | id     | samples | view | without padding
 response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool

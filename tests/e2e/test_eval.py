@@ -86,7 +86,7 @@ def test_the_majority_counts_answers_as_the_scorer_reads_them():
         "data_source": ["strop/arithmetic"] * 8,
         "response": ["7", " 7 ", "3", "7", "3", "7", " 3", ""],
         "score": [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0],
-        "response_ids": [[1]] * 8,
+        "response_length": [1] * 8,
         "truncated": [False] * 8,
     }
     report = make_report(pa.table(columns), n=4, extractor_of=answer_extractor, seed=0)

@@ -69,7 +69,7 @@ def test_a_row_holds_the_sample_without_padding(tmp_path):
         "score": 1.5,
         "reward/rule": 1.0,
         "reward/format": 0.5,
-        "response_length": 3,
+        "response_length": 2,
         "prompt_ids": [1, 4],
         "response_ids": [7, 9, 1],
         "response_mask": [1, 0, 1],

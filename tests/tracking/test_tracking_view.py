@@ -170,7 +170,7 @@ def test_special_tokens_that_the_reward_does_not_see_are_shown(run_dir, capsys):
     text = view(capsys, run_dir)
     assert "1-1  score 0.250  (4 tokens, cut at the limit, 2 hidden from the reward)" in text
     assert "a..b" in text
-    assert "1-0  score 1.500  (3 tokens, rule 1)" in text
+    assert "1-0  score 1.500  (2 tokens, rule 1)" in text  # without the tool's
 
 
 def test_samples_are_sorted_and_metrics_chosen_by_options(run_dir, capsys):

@@ -140,7 +140,7 @@ def test_a_shown_sample_has_the_special_tokens_that_its_scored_text_lacks():
             "response": ["3", "7"],
             "response_with_special_tokens": ["3<pad><pad>", None],
             "hidden_tokens": [2, 0],
-            "response_ids": [[7, 0, 0], [8]],
+            "response_length": [3, 1],
             "score": [1.0, 0.0],
             "truncated": [True, False],
         }
@@ -156,7 +156,7 @@ def report(scores):
             "data_source": ["own"] * len(scores),
             "score": scores,
             "response": [""] * len(scores),
-            "response_ids": [[1]] * len(scores),
+            "response_length": [1] * len(scores),
             "truncated": [False] * len(scores),
         }
     )
@@ -191,7 +191,7 @@ def test_prompts_that_nothing_judges_are_not_in_the_mean():
             "reward/rule": [1.0, 0.0, None, None],
             "reward_failed": [False] * 4,
             "response": [""] * 4,
-            "response_ids": [[1]] * 4,
+            "response_length": [1] * 4,
             "truncated": [False] * 4,
         }
     )

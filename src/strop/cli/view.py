@@ -226,9 +226,11 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
         columns = [
             name for name in names if name in _SAMPLE_COLUMNS or name.startswith(("reward/", REWARD_TEXT))
         ]
-        table = pq.read_table(path, columns=[*columns, "response_ids"])
-    ids = table["response_ids"].combine_chunks()
-    return table.drop_columns("response_ids").append_column("length", ids.value_lengths()).to_pylist()
+        own = "response_length" if "response_length" in names else "response_ids"  # of earlier versions
+        table = pq.read_table(path, columns=[*columns, own])
+    found = table[own].combine_chunks()
+    lengths = found if own == "response_length" else found.value_lengths()
+    return table.drop_columns(own).append_column("length", lengths).to_pylist()
 
 
 def _sample_panel(sample: Mapping[str, Any]) -> Panel:

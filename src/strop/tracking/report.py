@@ -37,7 +37,7 @@ class SourceReport:
     scores: Mapping[str, Estimate]
     """``mean@n``, and for k up to n ``best@k``, ``worst@k`` and, where answers are known, ``maj@k``."""
     mean_length: float
-    """Mean tokens of a response."""
+    """Mean sampled tokens of a response."""
     truncated: float
     """Share of responses that were cut at the length limit."""
     error_rate: float | None

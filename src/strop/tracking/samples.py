@@ -111,7 +111,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def _row_group_size(table: pa.Table) -> int:
-    tokens = table["response_length"].to_numpy().sum() if len(table) else 0
+    tokens = len(table["response_ids"].combine_chunks().flatten())
     return max(int(_TOKENS_OF_A_GROUP * len(table) / max(tokens, 1)), 1)
 
 
@@ -150,7 +150,8 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
             columns[name] = pa.array(values.tolist(), pa.string())
     if "reward_failed" in tensors:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
-    columns["response_length"] = response_ids.value_lengths()
+    sampled_BT = response_real_BT & (tensors["response_mask"] > 0)
+    columns["response_length"] = pa.array(sampled_BT.sum(axis=1, dtype=np.int32))
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
     if "rollout_versions" in tensors:

@@ -124,7 +124,7 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
             name: Estimate(float(values_P.mean()), *interval.tolist())
             for (name, values_P), interval in zip(by_statistic.items(), intervals, strict=True)
         },
-        mean_length=float(np.mean(samples["response_ids"].combine_chunks().value_lengths())),
+        mean_length=_mean(samples, "response_length"),
         truncated=_mean(samples, "truncated"),
         error_rate=_mean(samples, "reward_failed") if "reward_failed" in samples.column_names else None,
         hidden_tokens=_mean(samples, "hidden_tokens") if "hidden_tokens" in samples.column_names else None,
