@@ -9,11 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from strop.tracking.curves import draw_curve, series
-from strop.tracking.figures import COLOURS
+from strop.tracking.figures import COLOURS, agg_figure, plain_axes, save_figure
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 LABELS = {"ppo": "PPO", "grpo": "GRPO", "reinforce++": "REINFORCE++", "rloo": "RLOO", "remax": "ReMax"}
@@ -23,19 +20,15 @@ OUT = Path(__file__).with_name("demo_algorithms.png")
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo")
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = agg_figure(7.5, 4.5)
     ax = figure.subplots()
     for colour, (name, label) in zip(COLOURS, LABELS.items(), strict=False):
         steps = read_metrics(folder / f"{name}-seed1" / METRICS_FILE)
         draw_curve(ax, *series(steps, KEY), label=label, colour=colour)
-    ax.set_title("Demo: sampled answers to held-out additions that are right", fontsize=11, loc="left")
+    plain_axes(ax, "Demo: sampled answers to held-out additions that are right", KEY)
     ax.set_xlabel("step")
-    ax.set_ylabel(KEY)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25, lw=0.6)
     ax.legend(frameon=False)
-    figure.savefig(OUT, dpi=130)
+    save_figure(figure, OUT)
 
 
 if __name__ == "__main__":

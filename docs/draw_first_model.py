@@ -9,11 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from strop.tracking.curves import draw_curve, series
-from strop.tracking.figures import COLOURS
+from strop.tracking.figures import COLOURS, agg_figure, plain_axes, save_figure
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 OUT = Path(__file__).with_name("first_model.png")
@@ -21,8 +18,7 @@ OUT = Path(__file__).with_name("first_model.png")
 
 def main() -> None:
     runs = {folder.name: read_metrics(folder / METRICS_FILE) for folder in map(Path, sys.argv[1:])}
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = agg_figure(7.5, 4)
     ax = figure.subplots()
     for colour, (name, steps) in zip(COLOURS, runs.items(), strict=False):
         draw_curve(ax, *series(steps, "critic/score/mean"), label=name, colour=colour)
@@ -30,13 +26,11 @@ def main() -> None:
     minutes = ax.secondary_xaxis("top")
     minutes.set_xticks(numbers[4::5], labels=[f"{value / 60:.1f}" for value in seconds[4::5]])
     minutes.set_xlabel(f"minutes since the model was loaded ({next(iter(runs))})")
-    ax.set_title("SmolLM2-135M-Instruct on one-digit sums: mean reward", fontsize=11, loc="left")
+    plain_axes(ax, "SmolLM2-135M-Instruct on one-digit sums: mean reward", "")
     ax.set_xlabel("iteration")
     ax.set_ylim(0, 1.03)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25, lw=0.6)
     ax.legend(frameon=False)
-    figure.savefig(OUT, dpi=130)
+    save_figure(figure, OUT)
 
 
 if __name__ == "__main__":
