@@ -41,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def no_vllm_outlives_its_module() -> Iterator[None]:
+    """End the process groups of vLLM's engines after a module, for the next one's."""
+    yield
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
 RAY_SLOTS = 8
 
 

@@ -16,7 +16,7 @@ from outside import require_vllm
 from runs import hashes, make_inputs, metrics, overrides, train
 
 require_vllm()
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_vllm_outlives_its_module")]
 
 VLLM = (
     "actor_rollout_ref.rollout.name=vllm",
@@ -24,14 +24,6 @@ VLLM = (
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "actor_rollout_ref.rollout.verify_weights_every=3",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_engine_outlives_this_module():
-    yield
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module")

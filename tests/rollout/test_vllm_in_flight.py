@@ -24,7 +24,7 @@ from tiny_lms import prompts_of, response_ids, response_log_probs
 from tiny_vllm import model_of, rollout_of
 
 require_vllm()
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_vllm_outlives_its_module")]
 
 AHEAD = 2
 """Batches in flight beside the one that is completed."""
@@ -32,14 +32,6 @@ LENGTHS = ([3, 18, 1], [17, 5, 16], [18, 14, 17], [2, 17, 15])
 PARAMS = SamplingParams(max_tokens=30, n=4, stop_token_ids=(7, 8))
 SEATS = 16
 """Sequences in a step of the engine; three batches are 36."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_engine_outlives_this_module():
-    yield
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module")

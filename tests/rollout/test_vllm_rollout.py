@@ -29,17 +29,9 @@ from tiny_vllm import model_of, rollout_of
 
 require_vllm()
 vllm = pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_vllm_outlives_its_module")]
 
 LENGTHS = [3, 9, 1, 6, 5]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_engine_outlives_this_module():
-    yield
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from strop.config.load import load_config
+from strop.data.loader import collate
 from strop.environments.loading import load_environments
 from strop.environments.pool import EnvironmentPool
 from strop.passed import passing
@@ -26,7 +27,11 @@ from tiny_lms import EOS, response_log_probs
 from tiny_vllm import rollout_of
 
 require_vllm()
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_vllm_outlives_its_module"),
+]
 
 STOPS = (4, 5, 6)
 PARAMS = SamplingParams(max_tokens=30, n=4, stop_token_ids=STOPS)
@@ -61,25 +66,17 @@ def _episodes() -> Episodes:
 def _prompts(delay: float, number: int = 0) -> DataProto:
     tokenizer = tiny_model.build_tokenizer()
     texts = ["1+1=", "23*4=", "5-2=", "77="]
-    tokenized = [tokenizer(f"<user>{text}<assistant>")["input_ids"] for text in texts]
-    lengths = torch.tensor([[len(ids)] for ids in tokenized])
-    mask = (torch.arange(12) >= 12 - lengths).long()
-    tensors = {
-        "input_ids": torch.tensor([[0] * (12 - len(ids)) + ids for ids in tokenized]),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "seeds": torch.arange(16).view(4, 4) + 50 + 100 * number,
-    }
-    columns = {"prompt": texts, "index": list(range(4)), "delay": [delay] * 4}
-    return DataProto.from_dict(tensors, non_tensors=columns)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_engine_outlives_this_module():
-    yield
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
+    rows = [
+        {
+            "input_ids": tokenizer(f"<user>{text}<assistant>", return_tensors="pt")["input_ids"][0],
+            "prompt": text,
+            "index": index,
+            "delay": delay,
+        }
+        for index, text in enumerate(texts)
+    ]
+    seeds = DataProto({"seeds": torch.arange(16).view(4, 4) + 50 + 100 * number})
+    return collate(rows, pad_token_id=0, max_prompt_length=12).union(seeds)
 
 
 @pytest.fixture(scope="module")

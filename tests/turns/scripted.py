@@ -13,6 +13,7 @@ import torch
 
 from strop.columns import ENDED_BY
 from strop.config.load import load_config
+from strop.data.loader import collate
 from strop.data.prompts import AUTO, encode_prompts
 from strop.environments.loading import Environments, load_environments
 from strop.environments.pool import EnvironmentPool
@@ -77,26 +78,17 @@ class Script:
         self.scripts, self.turn = scripts, [0] * len(scripts)
         prompts = len(scripts) // n
         columns = {"prompt": [prompt] * prompts, "ground_truth": ["x"] * prompts, **(rows or {})}
-        tools = [
-            json.dumps(environments.tools_of({name: column[row] for name, column in columns.items()}))
-            for row in range(prompts)
-        ]
+        each = [{name: column[row] for name, column in columns.items()} for row in range(prompts)]
+        tools = [json.dumps(environments.tools_of(row)) for row in each]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         ids = encode_prompts(
             [messages] * prompts, self.tokenizer, AUTO, [text if text != "[]" else None for text in tools]
         )
         self.prompt_ids = ids[0]
-        width = 100 + max(map(len, ids))
-        lengths = torch.tensor([[len(one)] for one in ids])
-        mask = (torch.arange(width) >= width - lengths).long()
-        tensors = {
-            "input_ids": torch.tensor([[0] * (width - len(one)) + one for one in ids]),
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        }
-        tensors["seeds"] = torch.arange(7, 7 + len(scripts)).view(prompts, n)
+        each = [{"input_ids": torch.tensor(one), **row} for one, row in zip(ids, each, strict=True)]
+        seeds = DataProto({"seeds": torch.arange(7, 7 + len(scripts)).view(prompts, n)})
         self.batch = InFlight(
-            DataProto.from_dict(tensors, non_tensors=columns),
+            collate(each, pad_token_id=0, max_prompt_length=100 + max(map(len, ids))).union(seeds),
             SamplingParams(max_tokens=max_tokens, n=n),
             turn_length=self.episodes.turn_length,
         )
