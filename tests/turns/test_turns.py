@@ -122,6 +122,18 @@ def test_an_inserted_answer_has_the_newline_after_the_stop_token():
     assert result.batch["n_turns"].tolist() == [2]
 
 
+def test_an_answer_renders_three_messages_and_no_history(monkeypatch):
+    script = Script(environments_of(own=Replies), [["A"] * 7 + ["bye"]])
+    rendered, render = [], script.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        script.tokenizer,
+        "apply_chat_template",
+        lambda messages, **options: rendered.append(len(messages)) or render(messages, **options),
+    )
+    assert script.play().batch["n_turns"].tolist() == [8]
+    assert rendered == [3] * (7 + 1)  # one tries the role, once
+
+
 def test_parallel_calls_are_answered_in_the_order_of_the_calls():
     script = [call("f", a=1) + call("g", a=1), "z"]
     result = Script(environments_of(f, g), [script]).play()
