@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from strop.cli.without_torch import needs_torch
+from strop.config.load import load_config
+
 import tiny_model
 
 CHECK = (
@@ -70,3 +73,23 @@ def test_a_check_runs_without_torch(tmp_path, words: str, verdict: str):
     done = subprocess.run([sys.executable, "-c", code, "check", *command], capture_output=True, text=True)
     first, *_, last = done.stdout.splitlines()
     assert (first.startswith(verdict), last, "PyTorch" in done.stderr) == (True, "set()", False), done
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "custom_reward_function.path={folder}/{name}.py",
+        "environment.path={folder}/{name}.py:Own",
+        "environment.tools=[{folder}/{name}.py:f]",
+        "environment.tools=['mcp:python {folder}/{name}.py']",
+        "reward_model.reward_manager={name}:f",
+    ],
+)
+def test_a_check_loads_torch_for_files_of_users_that_name_it(tmp_path, monkeypatch, key):
+    (tmp_path / "heavy_file.py").write_text("import torch")
+    (tmp_path / "light_file.py").write_text("import json")
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = ["actor_rollout_ref.model.path=m", "data.train_files=f"]
+    given = [key.format(folder=tmp_path, name=name) for name in ("heavy_file", "light_file")]
+    assert [needs_torch(load_config([*keys, one])) for one in given] == [True, False]
+    assert not needs_torch(load_config([*keys, 'environment.tools=["mcp:python \'x"]']))  # an open quote

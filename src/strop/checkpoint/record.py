@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,16 @@ from strop.config.identity import (
     decides_what_is_trained,
     files_of,
     is_the_same,
+    named_files,
     value_in,
 )
 from strop.config.keys import all_keys
-from strop.config.names import defining_file, is_import_path
-from strop.config.paths import expand
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import TREES, tree_of
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
-from strop.passed import is_function
 
 logger = logging.getLogger("strop")
 
@@ -50,40 +47,8 @@ _OF_A_MODEL = re.compile(
 def record_of(config: RootConfig) -> dict[str, Any]:
     """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
     tree = settled(config).model_dump(mode="json")
-    named = dict(files_of(tree, type(config))) | (_defining(config) if isinstance(config, Config) else {})
-    files = {key: [digest(Path(path)) for path in paths] for key, paths in named.items()}
+    files = {key: [digest(Path(path)) for path in paths] for key, paths in named_files(tree, config).items()}
     return {"kind": type(config).__name__, "config": tree, "files": files}
-
-
-def _defining(config: Config) -> dict[str, list[str]]:
-    """Return the files that define what keys of the reward and the environment name in Python."""
-    section = config.reward_model
-    parts = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
-    named = {"reward_model.parts": parts, "reward_model.reward_manager": [section.reward_manager]}
-    own = {
-        key: [
-            name for name in names if isinstance(name, str) and is_import_path(name) and not is_function(name)
-        ]
-        for key, names in named.items()
-    }
-    found = {
-        key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])
-    }
-    environment = config.environment
-    named = {"path": [*environment.path.values()], "tools": environment.tools, "parser": [environment.parser]}
-    for key, values in named.items():
-        if files := [file for value in values for file in _sources(value)]:
-            found[f"environment.{key}"] = files
-    return found
-
-
-def _sources(value: str) -> list[str]:
-    """Return the files of an environment or tool: the one of its class, or the programs of a command."""
-    kind, _, command = value.partition(":")
-    if kind in ("mcp", "mcp-shared"):
-        words = [] if command.startswith("http") else shlex.split(command)
-        return [word for word in words if word.endswith((".py", ".js", ".ts")) and Path(word).is_file()]
-    return [expand(value.rpartition(":")[0])] if ".py:" in value else []
 
 
 def digest(path: Path) -> str:

@@ -7,16 +7,11 @@ would refuse.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import math
-import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from logging.handlers import MemoryHandler
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -26,6 +21,7 @@ from rich.text import Text
 
 from strop.cli.options import in_options
 from strop.cli.train import add_train_arguments, is_word, load_arguments
+from strop.cli.without_torch import leave_out_torch, needs_torch
 from strop.config.batch_plan import (
     MICRO_BATCHES,
     SUPERVISED_MICRO_BATCH,
@@ -41,7 +37,6 @@ from strop.config.identity import value_in
 from strop.config.keys import all_keys, value_at
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
-from strop.config.paths import expand, gguf_files
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, reason_for_old_log_prob_pass
 from strop.config.schema import Config, RootConfig
@@ -118,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     if errors:  # else all is built, which finds these and more
         errors = [*errors, *(line for error in data.errors for line in problems_of(error))]
     elif not arguments.config_only:
-        if arguments.is_process and not arguments.time and not _needs_torch(config):
-            _leave_out_torch()
+        if arguments.is_process and not arguments.time and not needs_torch(config):
+            leave_out_torch()
         found, errors, scored, turns = check_inputs(config)
         warnings = list(dict.fromkeys([*warnings, *found]))
     console = Console(soft_wrap=True)
@@ -155,56 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.full:
         console.print(tables(result, config), all_values(config))
     return 2 if errors else 0
-
-
-def _needs_torch(config: RootConfig) -> bool:
-    """Return True if a user's file names torch, a model has code, or is in a GGUF file, whose reader does."""
-    values = {key: value_at(config, key) for key in all_keys(type(config))}
-    for name in re.findall(r"[^'\" :]+\.py\b", repr(values)):
-        file = Path(expand(name))
-        if file.is_file() and _USES_TORCH.search(file.read_text(errors="replace")):
-            return True
-    if any(value for key, value in values.items() if key.endswith(("trust_remote_code", "external_lib"))):
-        return True
-    paths = (key for key in values if key.endswith(("model.path", "tokenizer", "tokenizer_path")))
-    named = [str(values[key]) for key in paths]
-    folders = [Path(expand(name)) for name in named]
-    is_file = any(not (folder / "config.json").is_file() and gguf_files(folder) for folder in folders)
-    return is_file or any("gguf" in name.lower() for name in named)  # on the hub
-
-
-_USES_TORCH = re.compile(r"\b(torch|transformers|peft|trl|accelerate|sentence_transformers|datasets)\b")
-
-
-class _LazyTorch(ModuleType):
-    """Stands for torch until a name of it is used; ``importlib.util.LazyLoader`` ends at the next import."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("__file__", "__wrapped__"):  # inspect asks all modules
-            raise AttributeError(name)
-        if sys.modules.get("torch") is self:
-            del sys.modules["torch"]
-        return getattr(importlib.import_module("torch"), name)
-
-
-def _leave_out_torch() -> None:
-    """Import torch when it is first used, and transformers as if it were missing: torch takes seconds.
-
-    Tokenizers and configurations are left of transformers. This process can load no model from then on.
-    """
-    if not {"torch", "transformers"}.isdisjoint(sys.modules):
-        return
-    sys.modules["torch"] = None  # ty: ignore[invalid-assignment] - the documented sign of a missing module
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
-    try:
-        from transformers.utils import is_torch_available
-
-        is_torch_available()  # cached
-    finally:
-        del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-    spec = importlib.util.find_spec("torch")
-    sys.modules["torch"] = _LazyTorch("torch")
-    sys.modules["torch"].__spec__ = spec
 
 
 def _verdict(warnings: list[str], errors: list[str]) -> str:

@@ -6,19 +6,22 @@ commands: learning rates, lengths, batch sizes, validation, logging.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from strop.config.keys import Key, all_keys
-from strop.config.names import REWARD_MANAGERS
+from strop.config.names import REWARD_MANAGERS, defining_file, is_import_path
 from strop.config.paths import expand, is_url
-from strop.config.schema import RootConfig
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import NOT_COMPARED, SAME, SAME_MODEL
+from strop.passed import is_function
 
 _UNKNOWN = object()
 
@@ -84,6 +87,47 @@ def files_of(tree: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[tupl
         local = [expand(path) for path in paths if path and not is_url(path)]
         if local and len(local) == len(paths) and all(map(os.path.exists, local)):
             yield key, local
+
+
+def named_files(tree: Mapping[str, Any], config: RootConfig) -> dict[str, list[str]]:
+    """Return the files of ``files_of``, and those that define what keys name in Python.
+
+    ``tree`` has the values of ``config``, in which keys that were not written may have those of this machine.
+    """
+    return dict(files_of(tree, type(config))) | (_defining(config) if isinstance(config, Config) else {})
+
+
+def _defining(config: Config) -> dict[str, list[str]]:
+    """Return the files that define what keys of the reward and the environment name in Python."""
+    section = config.reward_model
+    parts = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
+    named = {"reward_model.parts": parts, "reward_model.reward_manager": [section.reward_manager]}
+    own = {
+        key: [
+            name for name in names if isinstance(name, str) and is_import_path(name) and not is_function(name)
+        ]
+        for key, names in named.items()
+    }
+    found = {
+        key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])
+    }
+    environment = config.environment
+    named = {"path": [*environment.path.values()], "tools": environment.tools, "parser": [environment.parser]}
+    for key, values in named.items():
+        if files := [file for value in values for file in _sources(value)]:
+            found[f"environment.{key}"] = files
+    return found
+
+
+def _sources(value: str) -> list[str]:
+    """Return the files of an environment or tool: the one of its class, or the programs of a command."""
+    kind, _, command = value.partition(":")
+    if kind in ("mcp", "mcp-shared"):
+        words: list[str] = []
+        with contextlib.suppress(ValueError):  # an open quote, which the start of the command reports
+            words = [] if command.startswith("http") else shlex.split(command)
+        return [word for word in words if word.endswith((".py", ".js", ".ts")) and Path(word).is_file()]
+    return [expand(value.rpartition(":")[0])] if ".py:" in value else []
 
 
 def default_name(command: str, value_of: Callable[[str], Any], schema: type[RootConfig]) -> str:

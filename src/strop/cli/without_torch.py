@@ -1,0 +1,65 @@
+"""A process that reads what it can of a run without torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from strop.config.identity import named_files
+from strop.config.keys import all_keys, value_at
+from strop.config.paths import gguf_files
+from strop.config.schema import RootConfig
+
+_USES_TORCH = re.compile(r"\b(torch|transformers|peft|trl|accelerate|sentence_transformers|datasets)\b")
+
+
+def needs_torch(config: RootConfig) -> bool:
+    """Return True if a user's file names torch, a model has code, or is in a GGUF file, whose reader does."""
+    keys = all_keys(type(config))
+    if any(value_at(config, key) for key in keys if key.endswith(("trust_remote_code", "external_lib"))):
+        return True
+    named = [str(value_at(config, key)) for key, facts in keys.items() if facts.names_files]
+    if any("gguf" in name.lower() for name in named):  # on the hub, too
+        return True
+    found = named_files(config.model_dump(mode="json"), config)
+    files = [Path(file) for files in found.values() for file in files]
+    codes = [file.read_text(errors="replace") for file in files if file.suffix == ".py" and file.is_file()]
+    return any(map(_USES_TORCH.search, codes)) or any(
+        not (folder / "config.json").is_file() and gguf_files(folder) for folder in files
+    )
+
+
+class _LazyTorch(ModuleType):
+    """Stands for torch until a name of it is used; ``importlib.util.LazyLoader`` ends at the next import."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__file__", "__wrapped__"):  # inspect asks all modules
+            raise AttributeError(name)
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def leave_out_torch() -> None:
+    """Import torch when it is first used, and transformers as if it were missing.
+
+    Tokenizers and configurations are left of transformers. This process can load no model from then on.
+    """
+    if not {"torch", "transformers"}.isdisjoint(sys.modules):
+        return
+    sys.modules["torch"] = None  # ty: ignore[invalid-assignment] - the documented sign of a missing module
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
+    try:
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # cached
+    finally:
+        del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+    spec = importlib.util.find_spec("torch")
+    sys.modules["torch"] = _LazyTorch("torch")
+    sys.modules["torch"].__spec__ = spec
