@@ -13,7 +13,7 @@ from strop.data.prompts import encode_prompts
 from strop.errors import DataError, ModelError
 from strop.trainer.metrics import turn_metrics
 
-from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
+from byte_tokenizer import CHATML, STOP, TEXT_ARGUMENTS, byte_tokenizer
 from chat_templates import TEMPLATES
 from messages import mentions
 from scripted import Script, answers, call, conversation, ended_by, environments_of
@@ -474,6 +474,26 @@ def test_a_text_of_reset_must_fit_and_be_of_the_group():
     assert mentions(error.value, *found)
     with pytest.raises(DataError, match=r"environment\.seed=prompt"):
         Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, seed="sample")
+
+
+def test_a_prompt_that_the_template_refuses_for_a_text_of_reset_is_an_error():
+    prompt = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "x"},
+        {"role": "tool", "content": "3"},
+    ]
+    template = CHATML.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'user' and not loop.first and "
+        "messages[loop.index0 - 1].role == 'tool' %}{{ raise_exception('no user here') }}{% endif %}",
+    )
+    script = Script(
+        environments_of(own=Tells), [["a"]], rows={"start": [""]}, prompt=prompt, template=template
+    )
+    script.pool.close()
+    with pytest.raises(DataError) as error:
+        Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, prompt=prompt, template=template)
+    assert mentions(error.value, "user 'The board is x.'", "TemplateError: no user here", "reset")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strop.data.bridge import Bridge, Call
-from strop.data.prompts import PromptFormat, encode_prompts
+from strop.data.prompts import PromptError, PromptFormat, encode_prompts
 from strop.data.rl_dataset import truncate
 from strop.data.tool_calls import Turn, find_parser
 from strop.environments.loading import Environments, load_object
@@ -115,7 +115,7 @@ class TurnFormat:
     def prompt(self, row: Mapping[str, Any], tools: Tools, text: str) -> list[int]:
         """Return the ids of a row's prompt with the text of ``reset`` at the end of the user's last message.
 
-        Raises ``DataError`` if the samples of a prompt have seeds of their own.
+        Raises ``DataError`` if the samples of a prompt have seeds of their own, or the template refuses it.
         """
         if text and self._settings.seed == "sample":
             raise DataError(
@@ -129,7 +129,13 @@ class TurnFormat:
         elif text:
             messages = [*messages, {"role": "user", "content": text}]
         shown = json.dumps(tools) if tools else None
-        return encode_prompts([messages], self._tokenizer, self._how, [shown])[0]
+        try:
+            return encode_prompts([messages], self._tokenizer, self._how, [shown])[0]
+        except PromptError as error:
+            raise DataError(
+                f"a prompt that ends with the text of reset, user {messages[-1]['content']!r:.80}: "
+                f"{error.reason}; return no text from reset, or end prompts with a message of the user"
+            ) from error
 
     def fitted(self, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
         """Return prompts of at most ``limit`` tokens, cut as the data set cuts those of rows.
