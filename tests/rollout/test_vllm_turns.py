@@ -14,6 +14,7 @@ from strop.config.load import load_config
 from strop.data.loader import collate
 from strop.environments.loading import load_environments
 from strop.environments.pool import EnvironmentPool
+from strop.errors import DataError
 from strop.passed import passing
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
@@ -52,11 +53,18 @@ class Replies:
         return [float(len(turn.text)) for turn in turns]
 
 
-def _episodes() -> Episodes:
+class TellsMuch(Replies):
+    """One of its prompts is too long, and of one rank only."""
+
+    def reset(self, index, **row):
+        return "9" * 20 if index == 2 else None
+
+
+def _episodes(environment: type = Replies) -> Episodes:
     tokenizer, name = tiny_model.build_tokenizer(), "function:Replies-0"
     config = load_config(["actor_rollout_ref.model.path=m", "data.train_files=f"])
     section = config.environment.model_copy(update={"path": {"": name}, "turn_length": 8})
-    with passing({name: Replies}):
+    with passing({name: environment}):
         environments = load_environments(section)
     assert environments is not None
     form = TurnFormat(config.model_copy(update={"environment": section}), environments, tokenizer, [EOS])
@@ -129,7 +137,8 @@ def test_turns_that_are_answered_as_they_end_are_those_of_waves(rollout, model, 
 def test_ranks_of_one_engine_answer_their_own_samples(rollout, model, tmp_path):
     expected = _of_two_batches(rollout)
     with Ranks(2) as ranks:
-        first, second = ranks.run(2, on_a_rank, model, tmp_path)
+        (first, error), (second, other) = ranks.run(2, on_a_rank, model, tmp_path)
+    assert "max_prompt_length=12" in error == other
     for number, whole in enumerate(expected):
         both = {name: torch.cat([first[number][name], second[number][name]]) for name in whole}
         _equal(both, whole)
@@ -138,8 +147,14 @@ def test_ranks_of_one_engine_answer_their_own_samples(rollout, model, tmp_path):
 def on_a_rank(model, folder):
     rank = dist.get_rank()
     rollout = rollout_of(model, folder, rank=rank, world_size=2)
-    rollout._episodes = _episodes()
+    rows, every = [slice(0, 1), slice(1, 4)][rank], [_episodes(), _episodes(TellsMuch)]
     try:
-        return _of_two_batches(rollout, [slice(0, 1), slice(1, 4)][rank])
+        rollout._episodes, failing = every
+        found = _of_two_batches(rollout, rows)
+        rollout._episodes = failing
+        with pytest.raises(DataError) as error:
+            rollout.generate(_prompts(0.0)[rows], PARAMS)
+        return found, str(error.value)
     finally:
-        rollout._episodes._pool.close()
+        for episodes in every:
+            episodes._pool.close()
