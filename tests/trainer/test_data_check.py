@@ -16,7 +16,7 @@ from strop.trainer.commands import train_once
 from strop.trainer.ray_trainer import RayPPOTrainer
 
 import tiny_model
-from messages import Message
+from messages import Message, mentions
 from runs import make_inputs, overrides
 
 
@@ -284,7 +284,8 @@ def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
         "    def respond(self, response): ...\n"
     )
     key = f"environment.path={tmp_path}/own.py:Own"
-    *_, errors, _, turns = check_inputs(load_config(overrides(inputs, tmp_path / "run", key)))
+    room = "data.max_prompt_length=32"  # for the text of reset
+    *_, errors, _, turns = check_inputs(load_config(overrides(inputs, tmp_path / "run", key, room)))
     assert errors == []
     prompt, texts, history = turns
     assert texts == [
@@ -306,3 +307,23 @@ def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
         "     0  c",
         f"        {history}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("1" * 99, ["1 of 1 prompts", "data.truncation", "data.max_prompt_length="]),
+        ("2", ["reset", "user '", "TemplateError: no twos"]),
+    ],
+    ids=["too long", "refused"],
+)
+def test_a_text_of_reset_with_which_there_is_no_prompt_is_an_error(inputs, tmp_path, text, named):
+    refuses = "{% if messages[-1].content.endswith('2') %}{{ raise_exception('no twos') }}{% endif %}"
+    (tmp_path / "chat.jinja").write_text(refuses + tiny_model.CHAT_TEMPLATE)
+    (tmp_path / "own.py").write_text(
+        f"class Own:\n    def reset(self): return {text!r}\n    def respond(self, response): ...\n"
+    )
+    keys = (f"environment.path={tmp_path}/own.py:Own", f"data.chat_template={tmp_path / 'chat.jinja'}")
+    *_, errors, _, _ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *keys)))
+    assert len(errors) == 1
+    assert mentions(errors[0], *named)

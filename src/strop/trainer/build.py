@@ -383,7 +383,9 @@ def two_turns(trainer: RayPPOTrainer) -> tuple[str, list[tuple[bool, str]], str]
         return None
     text, row = try_reset(trainer), next(_rows(trainer))
     form, tools = turn_format(trainer.config, environments, tokenizer), environments.tools_of(row)
-    ids = form.prompt(row, tools, text) if text else row["input_ids"]
+    ids = row["input_ids"]
+    if text:
+        (ids,) = form.fitted([form.prompt(row, tools, text)], trainer.config.data.max_prompt_length)
     return tokenizer.decode(ids), form.two_turns(tools), form.history()
 
 
