@@ -69,7 +69,10 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(input
         before = _n_lines(run)
         while process.poll() is None and _n_lines(run) == before:
             time.sleep(0.05)
+        assert process.poll() in (None, 0), log.read_text()[-3000:]
         time.sleep(moment := draw.uniform(0, 2.5))
+        if process.poll() is not None:
+            continue
         victim = _victim(process, KINDS[number % len(KINDS)])
         print(f"kill {number}: {victim.name()} {moment:.2f} s after line {_n_lines(run)}")
         victim.kill()

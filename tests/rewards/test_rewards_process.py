@@ -468,6 +468,19 @@ def test_a_module_that_misbehaves_in_the_process_stops_the_run(
         process.start()
 
 
+def test_a_process_that_is_killed_as_it_starts_is_started_again(tmp_path: Path, running: Running):
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(**sample):\n    return 1.0\n")
+    reward = load_custom_reward(str(path))
+    path.write_text(
+        f"import os\nwith open({str(tmp_path / 'starts')!r}, 'a') as starts:\n    starts.write('x')\n"
+        f"if os.path.getsize({str(tmp_path / 'starts')!r}) < 3:\n    os.kill(os.getpid(), 9)\n"
+        "def compute_score(**sample):\n    return 2.0\n"
+    )
+    with RewardProcess(reward) as process:
+        assert process.evaluate(Sample("d", "")).score == 2.0
+
+
 def test_a_custom_file_is_run_from_its_path(tmp_path: Path, running: Running):
     path = tmp_path / "reward.py"
     path.write_text("import os\ndef compute_score(**sample):\n    return {'score': 1, 'id': os.getpid()}\n")

@@ -193,25 +193,32 @@ class Child:
         """Start ``module``, send ``setup``, and wait until it is ready.
 
         ``what`` it runs, and the ``section`` of its limits, are for errors. Raises ``RewardError`` if it
-        cannot load the function, ends, or does not answer.
+        cannot load the function, ends three times before it is ready, or does not answer.
         """
         self._what = what
         self.memory_limit = ""  # for error texts
         if memory_limit_mb is not None:
             self.memory_limit = f"its memory is limited by {section}.memory_limit_mb={memory_limit_mb}"
+        command = [sys.executable, "-P", "-m", module]  # -P: a random.py here must not shadow the library's
+        for is_last in (False, False, True):
+            self._start(command, memory_limit_mb or 0)
+            try:
+                self._greet(setup, start_timeout_s)
+                return
+            except EOFError:  # from outside, something may have killed it
+                ending = self.kill()
+                if is_last:
+                    raise RewardError(f"the process for the {what} did not start: {ending}") from None
+            except BaseException:
+                self.kill()
+                raise
+
+    def _start(self, command: list[str], memory_mb: int) -> None:
         marker = uuid.uuid4().hex
         lifeline, own_end = os.pipe()
         try:
             self.process = subprocess.Popen(
-                # -P: a random.py in the current folder must not shadow the standard library's
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    module,
-                    str(lifeline),
-                    str(memory_limit_mb or 0),
-                ],
+                [*command, str(lifeline), str(memory_mb)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -232,11 +239,6 @@ class Child:
         self.lane = Lane(self._requests.fileno(), answers.fileno())
         self.output = OutputReader(errors)
         self.has_answered = False
-        try:
-            self._greet(setup, start_timeout_s)
-        except BaseException:
-            self.kill()
-            raise
 
     def _greet(self, setup: bytes, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -250,8 +252,6 @@ class Child:
                 f"the process for the {self._what} did not start within {timeout_s:g} s; "
                 "does its module do long work when it is imported?"
             ) from None
-        except EOFError:
-            raise RewardError(f"the process for the {self._what} did not start: {self.kill()}") from None
         if status != "ready":
             limit = f" ({self.memory_limit})" if self.memory_limit else ""
             raise RewardError(
