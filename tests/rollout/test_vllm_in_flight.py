@@ -102,7 +102,7 @@ def test_generate_returns_what_vllms_own_loop_returns(rollout, policies, params)
     rollout.update_weights(policies[0].named_parameters())
     prompts = prompts_of([3, 9, 1, 6, 5], n=params.n)
     found = rollout.generate(prompts, params).batch
-    batch, rows = rollout._batch(prompts, params), range(len(prompts) * params.n)
+    batch, rows = rollout._begun(prompts, params), range(len(prompts) * params.n)
     assert rollout._llm.reset_prefix_cache()
     outputs = rollout._llm.generate(
         [{"prompt_token_ids": batch.prompt_ids[row // params.n].tolist()} for row in rows],

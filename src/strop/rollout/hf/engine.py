@@ -32,7 +32,8 @@ from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, Samplin
 from strop.rollout.hf.decoding import Contexts, Kept, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
-from strop.rollout.in_flight import InFlight, Queue
+from strop.rollout.in_flight import InFlight
+from strop.rollout.queued import QueuedRollout
 from strop.rollout.sampling import draw_uniforms
 
 if TYPE_CHECKING:
@@ -44,14 +45,18 @@ _CHECK_PROMPTS = ((1, 2, 3, 4, 5), (0, 0, 3, 2, 1))
 _CHECK_LENGTHS = (5, 3)
 
 
-class HFRollout:
+class HFRollout(QueuedRollout):
     """Generate with a transformers causal LM in place: on the trainer's weights, with a cache per call.
 
     Not compiled: ``torch.compile`` of a decoding step took 300 s on a CPU and gave 1.08x; packing linear
     layers takes milliseconds and gives more. On a CPU long generations pack a copy of the large linear layers
     for the length of a call (``strop.rollout.hf.packed_linear``): the memory of one more model in the compute
-    dtype.
+    dtype. A sample's random numbers depend on its seed alone. Keys and values of all samples are computed
+    again at every ``finish``. Samples of later batches get as many tokens as the longest response of the
+    oldest one still needs, whatever ``micro_batch_size`` is.
     """
+
+    _episodes: Episodes | _TrialTurns | None
 
     def __init__(
         self,
@@ -66,17 +71,13 @@ class HFRollout:
     ) -> None:
         """Check that ``model`` can be decoded; ``ModelError`` if not.
 
-        ``hidden_token_ids``: counted in the column ``hidden_tokens``. ``micro_batch_size``: samples generated
-        at once, None for all; it changes memory, never a sample. ``episodes``: samples have turns.
+        ``micro_batch_size``: samples generated at once, None for all; it changes memory, never a sample. See
+        ``QueuedRollout`` for others.
         """
-        self.model = model
-        self.pad_token_id = pad_token_id
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.hidden_token_ids = hidden_token_ids
-        self.micro_batch_size = micro_batch_size
-        self.advanced: Advanced = lambda done, tokens: None
-        self._queue = Queue()
-        self._episodes: Episodes | _TrialTurns | None = None
+        super().__init__(
+            pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, hidden_token_ids=hidden_token_ids
+        )
+        self.model, self.micro_batch_size = model, micro_batch_size
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
         missing = {"position_ids", "past_key_values", "logits_to_keep"} - parameters.keys()
@@ -115,62 +116,6 @@ class HFRollout:
 
     def release(self) -> None:
         """Do nothing: the weights are the trainer's."""
-
-    def generate(
-        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
-    ) -> DataProto:
-        """Sample ``params.n`` responses for every row of ``prompts``; see ``RolloutEngine.generate``.
-
-        ``prompts`` has input_ids and attention_mask [B, P], left-padded, position_ids (the index of each
-        token) and, unless greedy, seeds [B, n]. A sample's random numbers depend on its seed alone.
-
-        Raises:
-            DataError: a column is missing or misshapen, or a prompt is empty or not left-padded.
-            TrainingError: the model's logits are not finite.
-        """
-        batch = self._begun(prompts, params)
-        self._complete([batch], 0, finished)
-        turns = self._turns_of(batch)
-        return batch.result(**self._special_ids).union(turns)
-
-    def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
-        if self._episodes is None:
-            return InFlight(prompts, params)
-        return self._episodes.begin(InFlight(prompts, params, turn_length=self._episodes.turn_length))
-
-    def _turns_of(self, batch: InFlight) -> DataProto:
-        return DataProto() if self._episodes is None else self._episodes.columns(batch)
-
-    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
-        """See ``RolloutEngine.admit``; raises like ``generate``."""
-        self._queue.admit(batch, self._begun(prompts, params))
-
-    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
-        """See ``RolloutEngine.finish``.
-
-        Keys and values of all samples are computed again at every call. Samples of later batches get as many
-        tokens as the longest response of ``batch`` still needs, whatever ``micro_batch_size`` is.
-        """
-        batches = self._queue.from_oldest(batch)
-        self._complete(batches, version, finished)
-        turns = self._turns_of(batches[0])
-        return self._queue.finished(batch, **self._special_ids).union(turns)
-
-    def in_flight(self) -> dict[str, Any]:
-        """See ``RolloutEngine.in_flight``."""
-        return self._queue.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See ``RolloutEngine.restore``."""
-        self._queue.restore(state)
-
-    @property
-    def _special_ids(self) -> dict[str, Any]:
-        return {
-            "pad_token_id": self.pad_token_id,
-            "eos_token_ids": self.eos_token_ids,
-            "hidden_token_ids": self.hidden_token_ids,
-        }
 
     @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:

@@ -45,7 +45,6 @@ from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buff
 from strop.protocol import DataProto
 from strop.rollout.base import (
     PROMPT_COLUMNS,
-    Advanced,
     Finished,
     RolloutSpec,
     Samples,
@@ -53,7 +52,8 @@ from strop.rollout.base import (
     tokens_only,
 )
 from strop.rollout.episodes import Episodes
-from strop.rollout.in_flight import InFlight, Queue, together
+from strop.rollout.in_flight import InFlight, together
+from strop.rollout.queued import QueuedRollout
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
@@ -77,7 +77,7 @@ _ENDS = ("stop", "length", "repetition")
 """Reasons for the end of a request that ran as it should."""
 
 
-class VLLMRollout:
+class VLLMRollout(QueuedRollout):
     """Generate on a copy of the policy in vLLM's layout; sleep between ``release`` and an update."""
 
     def __init__(
@@ -100,11 +100,14 @@ class VLLMRollout:
         ``model`` gives names and shapes of the weights; its parameters may be on the meta device.
         ``arguments`` are those of ``engine_arguments``, ``sampling`` further fields of ``SamplingParams``.
         ``seed_per_sample=False`` seeds each call instead of each sample; None: where that is faster.
-        ``episodes``: samples have turns.
+        See ``QueuedRollout`` for others.
         """
-        self.pad_token_id = pad_token_id
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.hidden_token_ids = hidden_token_ids
+        super().__init__(
+            pad_token_id=pad_token_id,
+            eos_token_ids=eos_token_ids,
+            hidden_token_ids=hidden_token_ids,
+            episodes=episodes,
+        )
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         self._layout = CheckpointLayout(model)
@@ -119,9 +122,6 @@ class VLLMRollout:
         self._name = type(model).__name__
         self._warned = False
         self._asleep = False
-        self.advanced: Advanced = lambda done, tokens: None
-        self._queue = Queue()
-        self._episodes = episodes
         require_supported(model.config, device)
         whole_prompts: dict[str, Any] = {}
         if device.type == "cpu":
@@ -177,42 +177,7 @@ class VLLMRollout:
             episodes=Episodes.of(spec, end_ids),
         )
 
-    def generate(
-        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
-    ) -> DataProto:
-        """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
-        batch = self._batch(prompts, params)
-        self._complete([batch], 0, finished)
-        turns = self._turns_of(batch)
-        return batch.result(**self._special_ids).union(turns)
-
-    def _turns_of(self, batch: InFlight) -> DataProto:
-        return DataProto() if self._episodes is None else self._episodes.columns(batch)
-
-    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
-        """See ``RolloutEngine.admit``; collective over the ranks of a tensor-parallel group."""
-        self._queue.admit(batch, self._batch(prompts, params))
-
-    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
-        """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete.
-
-        Later batches advance with any ``params``. A tensor-parallel group completes the batches of all its
-        ranks, which so stay in lockstep.
-        """
-        batches = self._queue.from_oldest(batch)
-        self._complete(batches, version, finished)
-        turns = self._turns_of(batches[0])
-        return self._queue.finished(batch, **self._special_ids).union(turns)
-
-    def in_flight(self) -> dict[str, Any]:
-        """See ``RolloutEngine.in_flight``: the samples of all ranks of the engine."""
-        return self._queue.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See ``RolloutEngine.restore``."""
-        self._queue.restore(state)
-
-    def _batch(self, prompts: DataProto, params: SamplingParams) -> InFlight:
+    def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
         """Return the samples of all ranks of the tensor-parallel group, each of which submits all of them."""
         columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
         of_ranks, rank = gathered(columns.to("cpu")), get_tp_group().rank_in_group
@@ -230,14 +195,6 @@ class VLLMRollout:
         batch.prompt_ids, batch.ended = [*itertools.chain(*prompt_ids)], torch.cat(ended)
         return batch
 
-    @property
-    def _special_ids(self) -> dict[str, Any]:
-        return {
-            "pad_token_id": self.pad_token_id,
-            "eos_token_ids": self.eos_token_ids,
-            "hidden_token_ids": self.hidden_token_ids,
-        }
-
     @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until the first of ``batches`` is complete; the samples of the others queue behind it.
@@ -245,6 +202,8 @@ class VLLMRollout:
         What is running then is aborted, and its tokens are kept; the next call goes on with them as part of a
         prompt. So a sample goes on in the same way whether new weights, other calls, a resume or nothing lies
         between two calls, and no request sees two versions of the weights. A call that fails changes nothing.
+        Later batches advance with any ``params``. A tensor-parallel group completes the batches of all its
+        ranks, which so stay in lockstep.
         """
         self._ledger.require_complete()
         # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.

@@ -1,0 +1,78 @@
+"""``QueuedRollout``: the samples of a rollout, whatever generates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from strop.protocol import DataProto
+from strop.rollout.base import Advanced, Finished, SamplingParams
+from strop.rollout.in_flight import InFlight, Queue
+
+if TYPE_CHECKING:
+    from strop.rollout.episodes import Episodes
+
+
+class QueuedRollout:
+    """Methods of ``RolloutEngine`` for prompts and samples; ``_complete`` of a subclass generates."""
+
+    def __init__(
+        self,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        hidden_token_ids: Sequence[int] | None = None,
+        episodes: Episodes | None = None,
+    ) -> None:
+        """``hidden_token_ids``: counted in a column, see ``answer``. ``episodes``: samples have turns."""
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._special_ids: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "eos_token_ids": self.eos_token_ids,
+            "hidden_token_ids": hidden_token_ids,
+        }
+        self._episodes = episodes
+        self.advanced: Advanced = lambda done, tokens: None
+        self._queue = Queue()
+
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
+        batch = self._begun(prompts, params)
+        self._complete([batch], 0, finished)
+        turns = self._columns_of(batch)
+        return batch.result(**self._special_ids).union(turns)
+
+    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
+        """See ``RolloutEngine.admit``; raises like ``generate``."""
+        self._queue.admit(batch, self._begun(prompts, params))
+
+    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
+        """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
+        batches = self._queue.from_oldest(batch)
+        self._complete(batches, version, finished)
+        turns = self._columns_of(batches[0])
+        return self._queue.finished(batch, **self._special_ids).union(turns)
+
+    def in_flight(self) -> dict[str, Any]:
+        """See ``RolloutEngine.in_flight``."""
+        return self._queue.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``RolloutEngine.restore``."""
+        self._queue.restore(state)
+
+    def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
+        """Return a batch without tokens."""
+        if self._episodes is None:
+            return InFlight(prompts, params)
+        return self._episodes.begin(InFlight(prompts, params, turn_length=self._episodes.turn_length))
+
+    def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
+        """Generate until the first of ``batches`` is complete."""
+        raise NotImplementedError
+
+    def _columns_of(self, batch: InFlight) -> DataProto:
+        """Return what else is known of the samples of a batch that is complete."""
+        return DataProto() if self._episodes is None else self._episodes.columns(batch)
