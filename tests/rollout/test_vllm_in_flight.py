@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from strop.errors import CheckpointError, TrainingError
 from strop.rollout.base import SamplingParams
-from strop.rollout.in_flight import Queue
+from strop.rollout.in_flight import Queue, continued_seed
 from strop.rollout.vllm.keys import Sampling, SamplingConfig
 
 from messages import Message, naming
@@ -139,8 +139,6 @@ def require_log_probs_of_their_versions(answers, policies):
 
 
 def test_every_request_of_a_sample_draws_with_a_seed_of_its_own():
-    from strop.rollout.vllm.engine import continued_seed
-
     seeds = [continued_seed(seed, done) for seed in (0, 1, 2**63 - 1) for done in range(50)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -17,7 +17,7 @@ from vllm.distributed.device_communicators import all_reduce_utils, custom_all_r
 from vllm.engine.arg_utils import EngineArgs
 
 from strop.rollout.vllm import engine
-from strop.rollout.vllm.settings import engine_arguments
+from strop.rollout.vllm.arguments import engine_arguments
 
 from tiny_lms import tiny_lm
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from strop.columns import ENDED_BY
@@ -354,3 +355,12 @@ class Queue:
             )
         for number, batch in self._batches.items():
             batch.restore(saved[number])
+
+
+def continued_seed(seed: int, done: int) -> int:
+    """Return the seed of a request that continues after ``done`` tokens; the sample's own for the first."""
+    if done == 0:
+        return seed
+    words = np.random.SeedSequence((seed, done)).generate_state(1, np.uint64)
+    # 63 bits: vLLM's seeds are signed 64-bit integers
+    return int(words[0] >> np.uint64(1))

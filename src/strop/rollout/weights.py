@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ _CHUNK = 1 << 20
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: 2^64 over the golden ratio
 UNREADABLE = -2
 """Stands for the checksum of a weight that the engine holds in an unreadable form."""
+UNEQUAL = -1
+"""Stands for the checksum of a weight of which the engine holds two copies that differ."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,6 +62,15 @@ def checksum(weight: Tensor, place: Place = Place()) -> int:
 def checksums(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, int]:
     """Return name -> checksum of the weights converted to ``dtype``."""
     return {name: checksum(weight.to(dtype)) for name, weight in weights}
+
+
+def add_up(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Add up the parts of all ranks to checksums of whole weights."""
+    total: dict[str, int] = {}
+    for name, value in chain.from_iterable(part.items() for part in parts):
+        both = (value, total.get(name, 0))
+        total[name] = UNEQUAL if UNEQUAL in both else sum(both) % (1 << 64)
+    return total
 
 
 def require_equal_checksums(expected: Mapping[str, int], held: Mapping[str, int], version: int) -> None:

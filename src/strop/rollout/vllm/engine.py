@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 # vLLM reads these when it is imported; those that are set already are kept.
 os.environ |= {
@@ -39,9 +38,8 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from strop.errors import ConfigError, ModelError, TrainingError
-from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
-from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
+from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import (
     PROMPT_COLUMNS,
@@ -54,7 +52,15 @@ from strop.rollout.base import (
 from strop.rollout.episodes import Episodes
 from strop.rollout.in_flight import InFlight, together
 from strop.rollout.queued import QueuedRollout
-from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
+from strop.rollout.vllm.arguments import (
+    FIXED,
+    engine_arguments,
+    head_width,
+    sampling_arguments,
+    whole_prompts,
+)
+from strop.rollout.vllm.checkpoint import CheckpointWeights
+from strop.rollout.vllm.held import held_checksums
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
     extra_sampling,
@@ -64,13 +70,10 @@ from strop.rollout.vllm.kind import (
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
     drawing_from,
-    engine_arguments,
-    head_width,
     joined,
     keeping_model_classes,
     keeping_process_state,
 )
-from strop.rollout.weights import UNREADABLE, WeightLedger
 
 logger = logging.getLogger(__name__)
 _ENDS = ("stop", "length", "repetition")
@@ -109,36 +112,18 @@ class VLLMRollout(QueuedRollout):
             episodes=episodes,
         )
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
-        self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
-        self._layout = CheckpointLayout(model)
-        self._waiting: Waiting = {}
-        self._buffers = dict(persistent_buffers(model))
-        saved = self._layout.renamed
-        self._tied = {saved(name): saved(first) for name, first in _tied_names(model).items()}
-        # transformers' Conv1D stores [in, out] and vLLM [out, in]; checksums depend on positions.
-        self._transposed = {
-            saved(f"{path}.weight") for path, module in model.named_modules() if isinstance(module, Conv1D)
-        }
+        self._weights = CheckpointWeights(model)
         self._name = type(model).__name__
-        self._warned = False
         self._asleep = False
         require_supported(model.config, device)
-        whole_prompts: dict[str, Any] = {}
-        if device.type == "cpu":
-            # After a part of a prompt vLLM 0.32 drops the token that it sampled and rewinds the sample's
-            # generator, which a CPU's cannot do.
-            tokens = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
-            whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+        on_a_cpu = whole_prompts(arguments) if device.type == "cpu" else {}
         self._options = sampling_options(sampling or {})
         # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
         gc.collect()
         with keeping_process_state(), keeping_model_classes(), joined(rank, world_size):
             try:
                 self._llm = LLM(
-                    **{**arguments, **whole_prompts},
-                    logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
-                    generation_config="vllm",  # ignore the folder's sampling defaults
-                    enable_prefix_caching=True,  # compute a prompt once for its samples
+                    **{**arguments, **on_a_cpu, **FIXED},
                     disable_log_stats=True,
                     seed=0,
                     weight_transfer_config={"backend": IN_PROCESS},
@@ -205,7 +190,7 @@ class VLLMRollout(QueuedRollout):
         Later batches advance with any ``params``. A tensor-parallel group completes the batches of all its
         ranks, which so stay in lockstep.
         """
-        self._ledger.require_complete()
+        self._weights.ledger.require_complete()
         # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
         if not self._llm.reset_prefix_cache():
             raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
@@ -315,85 +300,42 @@ class VLLMRollout(QueuedRollout):
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
         """Return the parameters of the request that continues a sample."""
-        params, options = batch.params, dict(self._options)
-        done = int(batch.lengths[row] - batch.begun[row])  # of the last turn
-        if "min_tokens" in options:
-            options["min_tokens"] = max(options["min_tokens"] - done, 0)
-        if not params.greedy:
-            options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
-            if self._seed_per_sample:
-                options["seed"] = continued_seed(batch.turn_seeds[row], done)
-        return VLLMSamplingParams(
-            temperature=0.0 if params.greedy else params.temperature,
-            **options,
-            max_tokens=batch.room(row),
-            stop_token_ids=[*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)],
-            ignore_eos=True,  # stop_token_ids has the end-of-sequence ids unless params ignores them
-            # of the sampled token alone; n would add the n likeliest
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=bool(self._options.get("stop")),  # stop strings are found in text
-            output_kind=kind,
+        arguments = sampling_arguments(
+            batch, row, self._options, self.eos_token_ids, seeded=self._seed_per_sample
         )
+        return VLLMSamplingParams(**arguments, flat_logprobs=True, output_kind=kind)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``; the next generation drops the prefix cache."""
-        if not self._ledger.open:
+        if not self._weights.ledger.open:
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
-            self._ledger.begin()
-            self._waiting.clear()
             self._worker.start_weight_update()
-            # engines send parameters only, and vLLM's model holds persistent buffers, too
-            weights = itertools.chain(self._buffers.items(), weights)
         try:
-            saved = self._layout.convert(self._counted(weights), self._waiting)
-            self._worker.update_weights({"weights": saved})
+            self._worker.update_weights({"weights": self._weights.sent(weights)})
         except ModelError:
             raise
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             raise ModelError(f"weight transfer: vLLM's {self._name} does not load them: {error}") from error
         if not last:
             return
-        self._ledger.end()
+        self._weights.ledger.end()
         self._worker.finish_weight_update()
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
 
-    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in weights:
-            if name not in self._buffers:
-                self._ledger.take(name, weight)
-            yield name, weight
-            del weight  # free it before the next one is gathered
-
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group."""
-        found = add_up(gathered(held_checksums(self._worker.model_runner.get_model())))
-        for name, original in self._tied.items():
-            # where vLLM holds a tied weight twice, both copies must be the actor's
-            if found.pop(name, found[original]) != found[original]:
-                found[original] = UNEQUAL
-        names = self._layout.shapes().keys()
-        unread = sorted(names - found.keys() | self._transposed)
-        for name in unread:
-            found[name] = UNREADABLE
-        if unread and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%d of %d weights cannot be read back from vLLM's %s and are not verified: %s",
-                len(unread), len(names), self._name, ", ".join(unread[:3]),
-            )  # fmt: skip
-        return found
+        return self._weights.held(gathered(held_checksums(self._worker.model_runner.get_model())))
 
     def release(self) -> None:
         """Free weights and KV cache where vLLM can sleep (on a GPU)."""
         if self._sleeps and not self._asleep:
             # level 2 drops the weights, which the next update sends; level 1 would copy them to the CPU
             self._llm.sleep(level=2)
-            self._ledger.forget()
+            self._weights.ledger.forget()
             self._asleep = True
 
 
@@ -441,22 +383,6 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}={options[name]}: {error}") from error
     return made
-
-
-def _tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return further name -> first name of every weight that has several."""
-    first: dict[int, str] = {}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: kept for name, weight in every if (kept := first.setdefault(id(weight), name)) != name}
-
-
-def continued_seed(seed: int, done: int) -> int:
-    """Return the seed of a request that continues after ``done`` tokens; the sample's own for the first."""
-    if done == 0:
-        return seed
-    words = np.random.SeedSequence((seed, done)).generate_state(1, np.uint64)
-    # 63 bits: vLLM's seeds are signed 64-bit integers
-    return int(words[0] >> np.uint64(1))
 
 
 def call_seed(batches: Sequence[InFlight]) -> int:

@@ -9,9 +9,8 @@ nonzero term. Packed experts are permuted, and the permutation is read from pack
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from strop.rollout.weights import Place, checksum
+from strop.rollout.weights import UNEQUAL, Place, checksum
 
 _BASE = 256
 """Integers below it are exact in every floating-point type; three digits number 16 million elements."""
@@ -37,8 +36,6 @@ _READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, Unquantize
 """Kernels for experts whose weights are as loaded, or packed by ``cpu_prepack_moe_weight``."""
 _PROBES = 64
 """Rows of the identity at a time; outputs of a large vocabulary are wide."""
-UNEQUAL = -1
-"""Stands for a checksum, which is never negative."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,6 @@ def held_checksums(model: nn.Module) -> dict[str, int]:
         kept = again if held.again else found
         kept[held.name] = (kept.get(held.name, 0) + value) % (1 << 64)
     return found | {name: UNEQUAL for name, value in again.items() if found[name] != value}
-
-
-def add_up(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Add up the parts of all ranks to checksums of whole weights."""
-    total: dict[str, int] = {}
-    for name, value in chain.from_iterable(part.items() for part in parts):
-        both = (value, total.get(name, 0))
-        total[name] = UNEQUAL if UNEQUAL in both else sum(both) % (1 << 64)
-    return total
 
 
 def _held(model: nn.Module) -> Iterator[Held]:

@@ -52,11 +52,22 @@ class VLLMKind(RolloutKind):
 
     def rules(self, config: Any) -> Iterator[Finding]:
         """Check its sizes, seeds, precision, and sampling that looks at the response so far."""
-        rollout, steps = config.actor_rollout_ref.rollout, config.trainer.async_steps
         try:
             tensor_parallel_size(config)
         except ConfigError as problem:
             yield error(str(problem))
+        if seed_per_sample(config) is False and _generates_beside_the_learner(config):
+            yield error(
+                f"{_ROLLOUT}.seed_per_sample=False with trainer.async_steps={config.trainer.async_steps} on "
+                "threads: vLLM draws from the process's generators while the learner uses them; set "
+                "trainer.worker_group=ray, or seed_per_sample=auto"
+            )
+        yield from self.engine_rules(config)
+        yield from self.sampling_rules(config)
+
+    def engine_rules(self, config: Any) -> Iterator[Finding]:
+        """Check the sizes of an engine, wherever it runs."""
+        rollout = config.actor_rollout_ref.rollout
         facts = None if uses_gpu(config) else read_model_facts(config.actor_rollout_ref.model.path)
         if facts is not None and (width := facts.kv_width // facts.kv_heads) not in HEAD_SIZES_ON_A_CPU:
             yield error(no_attention_on_a_cpu(width))
@@ -66,12 +77,10 @@ class VLLMKind(RolloutKind):
                 f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower "
                 "the latter"
             )
-        if seed_per_sample(config) is False and _generates_beside_the_learner(config):
-            yield error(
-                f"{_ROLLOUT}.seed_per_sample=False with trainer.async_steps={steps} on threads: vLLM draws "
-                "from the process's generators while the learner uses them; set trainer.worker_group=ray, or "
-                "seed_per_sample=auto"
-            )
+
+    def sampling_rules(self, config: Any) -> Iterator[Finding]:
+        """Check precision, and sampling that looks at the response so far."""
+        steps = config.trainer.async_steps
         whole = [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _SAMPLING[name].continues]
         if whole and uses_environment(config):
             yield error(

@@ -1,30 +1,27 @@
 """Construction of a vLLM engine in the trainer's process.
 
-``engine_arguments`` translates strop's keys to vLLM's arguments. The construction runs inside
-``keeping_process_state`` and ``keeping_model_classes``, as vLLM reseeds generators and changes classes of
-transformers, and ``joined``, in which the engines of a tensor-parallel group meet over the worker group's
-``torch.distributed``. ``InProcessWeightTransfer`` is the back-end of vLLM's weight-transfer interface that
-takes tensors from this process.
+It runs inside ``keeping_process_state`` and ``keeping_model_classes``, as vLLM reseeds generators and changes
+classes of transformers, and ``joined``, in which the engines of a tensor-parallel group meet over the worker
+group's ``torch.distributed``. ``InProcessWeightTransfer`` is the back-end of vLLM's weight-transfer interface
+that takes tensors from this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig
 from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -44,79 +41,8 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from strop.errors import ModelError
-from strop.models.loader import dtype_named
-from strop.rollout.base import RolloutSpec
-from strop.rollout.vllm.kind import (
-    KIND,
-    enforce_eager,
-    extra_sampling,
-    sequences_of_engine,
-    tensor_parallel_size,
-)
 
-_BLOCK = 128
-"""Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` that the configuration and the worker determine."""
-    config, rollout = spec.config, cast(Any, spec.config.actor_rollout_ref.rollout)
-    # Stop strings, bad words and grammars need vLLM's tokenizer; else it sees token ids only.
-    reads_text = not extra_sampling(config).keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
-    dtype = dtype_named(KIND.dtype(config), spec.device)
-    max_model_len = config.data.max_prompt_length + config.data.max_response_length
-    arguments = {
-        "model": str(spec.model["path"]),
-        "hf_overrides": dict(spec.model["override_config"]),
-        "tokenizer": str(spec.tokenizer_path if reads_text else spec.model["path"]),
-        "skip_tokenizer_init": not reads_text,
-        "trust_remote_code": spec.model["trust_remote_code"],
-        "dtype": str(dtype).removeprefix("torch."),
-        # dummy: start without weights, the trainer sends them
-        "load_format": "dummy" if rollout.load_format.startswith("dummy") else "auto",
-        "max_model_len": max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "enforce_eager": enforce_eager(config),
-        "tensor_parallel_size": tensor_parallel_size(config),
-    }
-    if spec.world_size > 1:
-        arguments["distributed_executor_backend"] = "external_launcher"
-        # vLLM's own all-reduce numbers the ranks' GPUs as one process sees them: with a process for each GPU
-        # it looks up one that is not visible.
-        arguments["disable_custom_all_reduce"] = True
-    if spec.device.type == "cuda":
-        arguments["enable_sleep_mode"] = rollout.free_cache_engine
-    else:
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(spec, arguments, model, dtype)
-    return arguments
-
-
-def _cache_bytes(
-    spec: RolloutSpec, arguments: Mapping[str, Any], model: PreTrainedConfig, dtype: torch.dtype
-) -> int:
-    """Return the size of a CPU's KV cache: all sequences in flight, whole, at most the memory share.
-
-    vLLM's default is the whole share on every rank, however small the model. The size must not depend on the
-    memory that is free at the moment: a resumed run has to form the same batches.
-    """
-    text = model.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * dtype.itemsize
-    blocks = math.ceil(arguments["max_model_len"] / _BLOCK) + 1
-    ranks = arguments["tensor_parallel_size"]
-    sequences = sequences_of_engine(spec.config, spec.world_size // ranks)
-    wanted = sequences * blocks * _BLOCK * token_bytes // ranks
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, int(total * arguments["gpu_memory_utilization"] / spec.world_size))
-
-
-def head_width(model: PreTrainedConfig) -> int:
-    """Return the dimension of an attention head."""
-    text = model.get_text_config(decoder=True)
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 @contextlib.contextmanager

@@ -1,0 +1,150 @@
+"""strop's keys and requests as vLLM's arguments; vLLM itself is not imported."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedConfig
+
+from strop.models.loader import dtype_named
+from strop.rollout.base import RolloutSpec
+from strop.rollout.in_flight import InFlight, continued_seed
+from strop.rollout.vllm.kind import (
+    KIND,
+    enforce_eager,
+    extra_sampling,
+    sequences_of_engine,
+    tensor_parallel_size,
+)
+
+_BLOCK = 128
+"""Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
+_NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Entries of a model's configuration that say nothing of its numbers."""
+FIXED: dict[str, Any] = {
+    "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+    "generation_config": "vllm",  # ignore the folder's sampling defaults
+    "enable_prefix_caching": True,  # compute a prompt once for its samples
+}
+"""Arguments of every engine."""
+
+
+def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` that the configuration and the worker determine."""
+    ranks = tensor_parallel_size(spec.config)
+    arguments = server_arguments(spec, model, ranks, spec.world_size // ranks)
+    if spec.world_size > 1:
+        arguments["distributed_executor_backend"] = "external_launcher"
+        # vLLM's own all-reduce numbers the ranks' GPUs as one process sees them: with a process for each GPU
+        # it looks up one that is not visible.
+        arguments["disable_custom_all_reduce"] = True
+    if spec.device.type == "cuda":
+        arguments["enable_sleep_mode"] = cast(Any, spec.config.actor_rollout_ref.rollout).free_cache_engine
+    return arguments
+
+
+def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, engines: int) -> dict[str, Any]:
+    """Return the arguments of one of ``engines``, each of ``ranks`` processes, wherever it runs."""
+    config, rollout = spec.config, cast(Any, spec.config.actor_rollout_ref.rollout)
+    # Stop strings, bad words and grammars need vLLM's tokenizer; else it sees token ids only.
+    reads_text = not extra_sampling(config).keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
+    dtype = dtype_named(KIND.dtype(config), spec.device)
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    arguments = {
+        "model": str(spec.model["path"]),
+        "hf_overrides": dict(spec.model["override_config"]),
+        "tokenizer": str(spec.tokenizer_path if reads_text else spec.model["path"]),
+        "skip_tokenizer_init": not reads_text,
+        "trust_remote_code": spec.model["trust_remote_code"],
+        "dtype": str(dtype).removeprefix("torch."),
+        # dummy: start without weights, the trainer sends them
+        "load_format": "dummy" if rollout.load_format.startswith("dummy") else "auto",
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": enforce_eager(config),
+        "tensor_parallel_size": ranks,
+    }
+    if spec.device.type != "cuda":
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, arguments, model, dtype, engines)
+    return arguments
+
+
+def _cache_bytes(
+    config: Any, arguments: Mapping[str, Any], model: PreTrainedConfig, dtype: torch.dtype, engines: int
+) -> int:
+    """Return the size of a CPU's KV cache: all sequences in flight, whole, at most the memory share.
+
+    vLLM's default is the whole share on every rank, however small the model. The size must not depend on the
+    memory that is free at the moment: a resumed run has to form the same batches.
+    """
+    text = model.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * dtype.itemsize
+    blocks = math.ceil(arguments["max_model_len"] / _BLOCK) + 1
+    ranks = arguments["tensor_parallel_size"]
+    wanted = sequences_of_engine(config, engines) * blocks * _BLOCK * token_bytes // ranks
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(wanted, int(total * arguments["gpu_memory_utilization"] / (ranks * engines)))
+
+
+def whole_prompts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with which an engine on a CPU computes no part of a prompt.
+
+    After a part vLLM 0.32 drops the token that it sampled and rewinds the sample's generator, which a CPU's
+    cannot do.
+    """
+    tokens = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+
+
+def sampling_arguments(
+    batch: InFlight,
+    row: int,
+    options: Mapping[str, Any],
+    eos_token_ids: Sequence[int],
+    *,
+    seeded: bool = True,
+) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` of the request that continues a sample.
+
+    ``options`` are those of ``extra_sampling``.
+    """
+    params, found = batch.params, dict(options)
+    done = int(batch.lengths[row] - batch.begun[row])  # of the last turn
+    if "min_tokens" in found:
+        found["min_tokens"] = max(found["min_tokens"] - done, 0)
+    if not params.greedy:
+        found |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
+        if seeded:
+            found["seed"] = continued_seed(batch.turn_seeds[row], done)
+    return found | {
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "max_tokens": batch.room(row),
+        "stop_token_ids": [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)],
+        "ignore_eos": True,  # stop_token_ids has the end-of-sequence ids unless params ignores them
+        "logprobs": 0,  # of the sampled token alone; n would add the n likeliest
+        "detokenize": bool(options.get("stop")),  # stop strings are found in text
+    }
+
+
+def head_width(model: PreTrainedConfig) -> int:
+    """Return the dimension of an attention head."""
+    text = model.get_text_config(decoder=True)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def model_facts(config: Any) -> dict[str, Any]:
+    """Return the plain numbers, texts and truth values of a model's configuration that affect its results."""
+    return {
+        f"model.{name}": value
+        for name, value in config.to_dict().items()
+        if isinstance(value, bool | int | float | str)
+        and name not in _NOT_COMPARED
+        and not name.endswith("_token_id")
+    }
