@@ -22,6 +22,7 @@ from rich.text import Text
 from strop.cli.options import in_options
 from strop.cli.train import add_train_arguments, is_word, load_arguments
 from strop.cli.without_torch import leave_out_torch, needs_torch
+from strop.config.backends import ROLLOUTS
 from strop.config.batch_plan import (
     MICRO_BATCHES,
     SUPERVISED_MICRO_BATCH,
@@ -193,7 +194,12 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | No
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
-    return [*warnings, doubt] if doubt else warnings, attempt.lines, scored, turns
+    warnings += [doubt] if doubt else []
+    errors = attempt.lines
+    if isinstance(config, Config):
+        for level, text in ROLLOUTS[config.actor_rollout_ref.rollout.name].outside(config):
+            (errors if level == "error" else warnings).append(text)
+    return warnings, errors, scored, turns
 
 
 def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> dict[str, str]:

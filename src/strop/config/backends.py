@@ -147,6 +147,8 @@ class RolloutKind(Kind):
     """"module:class" of the rollout that generates on the actor's own module; None: a copy is needed."""
     remedy: ClassVar[str] = "lower data.max_response_length"
     """Way to make its memory smaller, in words."""
+    takes_broadcasts: ClassVar[bool] = True
+    """Its processes can join a channel from the actor."""
     offers: frozenset[str] = frozenset()
 
     def suits(self, device: str, model_path: str) -> tuple[bool, str]:
@@ -175,6 +177,10 @@ class RolloutKind(Kind):
     def policy_changing_keys(self, config: Any) -> list[str]:
         """Return its keys with which the sampler follows another distribution than the policy's."""
         return []
+
+    def outside(self, config: Any) -> Iterator[Finding]:
+        """Check what the configuration names outside of this process, as far as it answers."""
+        yield from ()
 
     def forbids_growing_segments(self, config: Any) -> bool:
         """Return True if torch's allocator must not use expandable segments in its processes."""

@@ -422,4 +422,5 @@ class PPO:
             **sampler_metrics(batch),
             **batch.meta_info["reward_metrics"],
             **batch.meta_info.get("greedy_reward_metrics", {}),
+            **batch.meta_info.get("rollout_metrics", {}),
         }

@@ -255,8 +255,9 @@ class ActorRolloutRefWorker(RoleWorker):
         if difference := _first_difference(_uids(prompts), self._admitted.pop(batch)):
             raise TrainingError(f"batch {batch} was admitted with other prompts: {difference}")
         result = self.rollout.finish(batch, self._known_version, finished)
+        metrics = result.meta_info.get("rollout_metrics", {})
         # the result has the entries of admit_prompts, from before the last update
-        result.meta_info = dict(prompts.meta_info)
+        result.meta_info = {**prompts.meta_info, "rollout_metrics": metrics}
         return result
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
@@ -312,8 +313,9 @@ class ActorRolloutRefWorker(RoleWorker):
 
         None if weights travel in buckets.
         """
-        way = self.section.rollout.weight_transfer
-        if way == "object_store" or (way == "auto" and self.device.type == "cpu"):
+        way, on_a_cpu = self.section.rollout.weight_transfer, self.device.type == "cpu"
+        takes_broadcasts = ROLLOUTS[self.section.rollout.name].takes_broadcasts
+        if not takes_broadcasts or way == "object_store" or (way == "auto" and on_a_cpu):
             return None
         self._store, port = open_store(address)
         return port
