@@ -397,6 +397,40 @@ class TrainActorRolloutRefRef(TypedDict, total=False):
     """Layout of a model with strategy=megatron; roles in one pool have the same."""
 
 
+class TrainActorRolloutRefRolloutHttpStart(TypedDict, total=False):
+    """Servers that the run starts on this machine, of `rollout.tensor_model_parallel_size` processes each."""
+
+    n: int
+    """Servers; they end with the run, however it ends."""
+    args: Sequence[str]
+    """Further arguments of vLLM's command."""
+
+
+class TrainActorRolloutRefRolloutHttp(TypedDict, total=False):
+    """Servers that generate (strop docs http_rollout)."""
+
+    urls: Sequence[str]
+    """Servers that run already, or a file with a URL on each line, read again at every transfer."""
+    start: TrainActorRolloutRefRolloutHttpStart
+    """Servers that the run starts on this machine, of `rollout.tensor_model_parallel_size` processes each."""
+    min_servers: int
+    """With fewer live servers the rollout waits patience_s, and then fails."""
+    max_restarts: int
+    """Restarts of a server in a row, without an answer between."""
+    retries: int
+    """Failures of a request on one server, or of its health route, before another one is taken."""
+    deadline_s: float | None
+    """Seconds for an answer; null: 10 x the slowest so far, at least 60, and patience_s before the first."""
+    patience_s: float
+    """Seconds that the rollout waits for servers, and they may take for a transfer."""
+    token_env: str | None
+    """Environment variable with the servers' token (STROP_TOKEN there); needed beyond this machine."""
+    open_network: bool
+    """Allow URLs beyond this machine without a token."""
+    proxy: str | None
+    """URL of a proxy for the servers; variables such as HTTP_PROXY are ignored."""
+
+
 class TrainActorRolloutRefRolloutValKwargs(TypedDict, total=False):
     """Sampling of validation answers."""
 
@@ -415,6 +449,8 @@ class TrainActorRolloutRefRolloutValKwargs(TypedDict, total=False):
 class TrainActorRolloutRefRollout(TypedDict, total=False):
     """Generation of responses, and the log-probs of what was generated."""
 
+    http: TrainActorRolloutRefRolloutHttp
+    """Servers that generate (strop docs http_rollout)."""
     micro_batch_size_per_gpu: int | None
     """Sequences that hf generates at once, per rank; null: as many as fit. It never changes a sample."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
@@ -459,7 +495,7 @@ class TrainActorRolloutRefRollout(TypedDict, total=False):
     """vLLM: end a response that repeats itself, as in its RepetitionDetectionParams."""
     extra_args: Mapping[str, Any] | None
     """vLLM: for your own logits processors."""
-    name: Literal["vllm", "hf"]
+    name: Literal["vllm", "hf", "http"]
     """Engine: vllm, with its own weights; hf, on the actor's; auto: vllm or hf (strop docs generation)."""
     temperature: float
     """Sampling temperature; the same one is used for all log-probs."""
@@ -471,8 +507,8 @@ class TrainActorRolloutRefRollout(TypedDict, total=False):
     """Follows data.max_prompt_length, which is the key to set."""
     response_length: int
     """Follows data.max_response_length, which is the key to set."""
-    weight_transfer: Literal["auto", "broadcast", "object_store"]
-    """Way of weights to a rollout in another pool; auto: broadcast (NCCL) between GPUs, else Ray's store."""
+    weight_transfer: Literal["auto", "broadcast", "object_store", "memory", "disk"]
+    """Way of weights; auto: broadcast (NCCL) between GPUs, else Ray's store; memory or disk to servers."""
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
     log_prob_micro_batch_size: int | None

@@ -222,7 +222,9 @@ ENGINES: Backends[EngineKind] = Backends(
     {"fsdp": "strop.engines.torch", "megatron": "strop.engines.megatron"}
 )
 
-ROLLOUTS: Backends[RolloutKind] = Backends({"vllm": "strop.rollout.vllm", "hf": "strop.rollout.hf"})
+ROLLOUTS: Backends[RolloutKind] = Backends(
+    {"vllm": "strop.rollout.vllm", "hf": "strop.rollout.hf", "http": "strop.rollout.http"}
+)
 """In the order in which ``auto`` prefers them."""
 
 

@@ -283,7 +283,8 @@ class Needs(Limit):
         if at is not None:
             key = "actor_rollout_ref.rollout.name" if self.ability is None else at.config.strategy_key(path)
             found = attrgetter(key)(at.config)
-        what = "honours it" if self.ability is None else ABILITIES.get(self.ability, "reads it")
+        honour = "honours it" if len(able) == 1 else "honour it"
+        what = honour if self.ability is None else ABILITIES.get(self.ability, "reads it")
         return f"{self.when} with {key}={found}".lstrip(), f"only {' and '.join(able)} {what}"
 
     def refusal(self, at: At) -> str:

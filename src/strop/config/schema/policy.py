@@ -28,6 +28,7 @@ from strop.config.schema.base import (
     by_rows,
     by_tokens,
     engine_sections,
+    honoured_where,
     needs,
     no_effect,
     refused,
@@ -87,14 +88,19 @@ class RolloutConfig(Section, resumes=MAY_CHANGE):
     ]
     """Follows data.max_response_length, which is the key to set."""
     weight_transfer: Annotated[
-        Literal["auto", "broadcast", "object_store"],
+        Literal["auto", "broadcast", "object_store", "memory", "disk"],
         no_effect(
-            "unless hybrid_engine=False, and actor and rollout have separate pools on Ray",
-            lambda at: at.value != "auto" and (at.config.actor_rollout_ref.hybrid_engine or not at.on_ray),
+            "if broadcast or object_store, unless hybrid_engine=False, and actor and rollout have separate "
+            "pools on Ray",
+            lambda at: (
+                at.value in ("broadcast", "object_store")
+                and (at.config.actor_rollout_ref.hybrid_engine or not at.on_ray)
+            ),
             "weights are copied within each process",
         ),
+        honoured_where(lambda at: at.value in ("memory", "disk")),
     ]
-    """Way of weights to a rollout in another pool; auto: broadcast (NCCL) between GPUs, else Ray's store."""
+    """Way of weights; auto: broadcast (NCCL) between GPUs, else Ray's store; memory or disk to servers."""
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
     log_prob_micro_batch_size: PositiveInt | None

@@ -1,0 +1,1 @@
+"""Rollout ``http``: samples of servers elsewhere, or of servers that the run starts."""

@@ -1,0 +1,188 @@
+"""Facts about rollout ``http`` that the configuration needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from strop.config.backends import Forecast, RolloutKind
+from strop.config.checks.finding import Finding, error, warning
+from strop.config.memory.facts import ModelFacts
+from strop.config.memory.shapes import weights
+from strop.config.placement import Placement, is_written, uses_gpu
+from strop.errors import ConfigError
+from strop.rollout.http.keys import NAMES
+from strop.rollout.vllm.kind import KIND as VLLM
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_OF_OWN_SERVERS = (
+    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
+    "tensor_model_parallel_size", "load_format",
+)  # fmt: skip
+
+
+class HTTPKind(RolloutKind):
+    """Rollout ``http``."""
+
+    replica = "strop.rollout.http.engine:HTTPRollout"
+    takes_broadcasts = False
+    package = distribution = "httpx2"
+    install = "pip install httpx2"
+    remedy = "set actor_rollout_ref.rollout.weight_transfer=disk"
+    offers = (NAMES | VLLM.offers | {"weight_transfer"}) - {"free_cache_engine"}
+
+    def dtype(self, config: Any) -> str:
+        """See ``RolloutKind.dtype``: as with ``vllm``."""
+        return VLLM.dtype(config)
+
+    def ranks(self, config: Any) -> int:
+        """Return the processes of a server that the run starts."""
+        key = f"{_ROLLOUT}.tensor_model_parallel_size"
+        return config.actor_rollout_ref.rollout.tensor_model_parallel_size if is_written(config, key) else 1
+
+    def settled(self, config: Any) -> dict[str, Any]:
+        return {"dtype": self.dtype(config), "tensor_model_parallel_size": self.ranks(config)}
+
+    def policy_changing_keys(self, config: Any) -> list[str]:
+        return VLLM.policy_changing_keys(config)
+
+    def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
+        """See ``RolloutKind.bytes``: the file of the weights, and on a CPU the run's own servers'."""
+        rollout = config.actor_rollout_ref.rollout
+        own = 0 if rollout.http.urls or uses_gpu(config) else rollout.http.start.n
+        copy = weights(facts, 4 if self.dtype(config) == "float32" else 2)
+        copies = own + (rollout.weight_transfer != "disk")
+        return Forecast({"weights in servers and on their way": copy and copies * copy}, {})
+
+    def rules(self, config: Any) -> Iterator[Finding]:
+        """Check the servers' addresses, and what is not possible over HTTP."""
+        rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
+        placed, steps, n = Placement.from_config(config), config.trainer.async_steps, http.start.n
+        if (ranks := placed.ranks(placed.rollout_role)) > 1:
+            yield error(
+                f"{_ROLLOUT}.name=http: the rollout has {ranks} processes, and one sends all requests; set "
+                "actor_rollout_ref.hybrid_engine=False, trainer.resource_pools={learner: [N], http: [1]} and "
+                "trainer.placement={Rollout: http}"
+            )
+        if steps >= 2:
+            yield error(
+                f"trainer.async_steps={steps} with {_ROLLOUT}.name=http: how far later batches get would "
+                "depend on the servers' speed; set it to 0 or 1"
+            )
+        if rollout.seed_per_sample is False:
+            yield error(f"{_ROLLOUT}.seed_per_sample=False: samples would depend on http servers; set auto")
+        if rollout.weight_transfer == "broadcast":
+            yield error(f"{_ROLLOUT}.weight_transfer=broadcast does not reach servers; set memory or disk")
+        if http.token_env and not os.environ.get(http.token_env):
+            yield error(f"{_ROLLOUT}.http.token_env={http.token_env}: this variable is not set")
+        yield from VLLM.sampling_rules(config)
+        if http.urls:
+            try:
+                urls = read_urls(http.urls)
+            except ConfigError as problem:
+                yield error(str(problem))
+                return
+            yield from _of_urls(urls, config)
+            n = len(set(urls))
+        else:
+            yield from VLLM.engine_rules(config)
+            if uses_gpu(config):
+                yield error(
+                    f"{_ROLLOUT}.name=http with GPUs: which ones its servers get is not decided here; start "
+                    "the servers with CUDA_VISIBLE_DEVICES (strop docs http_rollout), name them in http.urls"
+                )
+            if not VLLM.installed:
+                yield error(
+                    f"{_ROLLOUT}.name=http starts servers of vLLM, which is not installed: {VLLM.install}, "
+                    f"or name running ones in {_ROLLOUT}.http.urls"
+                )
+        if http.min_servers > n:
+            yield error(f"{_ROLLOUT}.http.min_servers={http.min_servers}: there are {n} servers")
+
+    def outside(self, config: Any) -> Iterator[Finding]:
+        """See ``RolloutKind.outside``: compare the facts of the servers that are given."""
+        from strop.rollout.http.wire import Lost, ask, differences
+
+        http, expected = config.actor_rollout_ref.rollout.http, expected_facts(config)
+        for url, found in ask(read_urls(http.urls), token_of(http), http.proxy).items():
+            if isinstance(found, Exception):
+                finding = warning if isinstance(found, Lost) else error
+                yield finding(f"{_ROLLOUT}.http.urls: {url} gives no facts: {found}")
+            elif differing := differences(found, expected):
+                yield error(
+                    f"{_ROLLOUT}.http.urls: {url}: {'; '.join(differing)}; see strop docs http_rollout"
+                )
+
+
+def _of_urls(urls: Sequence[str], config: Any) -> Iterator[Finding]:
+    """Check servers that are given."""
+    rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield error(f"{_ROLLOUT}.http.urls: {url!r} is no URL; expected http://HOST:PORT")
+        elif not is_loopback(url) and not http.token_env and not http.open_network:
+            yield error(
+                f"{_ROLLOUT}.http.urls: {url} is another machine, and its servers take any weights from "
+                "whoever reaches them; name the variable with their token in http.token_env, or set "
+                "http.open_network=True"
+            )
+    if rollout.weight_transfer == "memory" and not all(map(is_loopback, urls)):
+        yield error(
+            f"{_ROLLOUT}.weight_transfer=memory: servers on other machines do not see this one's memory; "
+            "set it to disk"
+        )
+    if written := {f"{_ROLLOUT}.{name}" for name in _OF_OWN_SERVERS} & set(config.written or ()):
+        yield warning(f"no effect with {_ROLLOUT}.http.urls: {', '.join(sorted(written))}")
+
+
+def read_urls(given: Sequence[str]) -> list[str]:
+    """Return the URLs of a list, or of the file that it names instead; ``ConfigError`` if it has none."""
+    if len(given) == 1 and "://" not in given[0]:
+        try:
+            lines = Path(given[0]).expanduser().read_text().splitlines()
+        except OSError as problem:
+            raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: {problem.strerror}") from problem
+        given = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return [url.rstrip("/") for url in given]
+
+
+def token_of(settings: Any) -> str | None:
+    """Return the token of servers that are given."""
+    return os.environ.get(settings.token_env or "")
+
+
+def is_loopback(url: str) -> bool:
+    """Return True for an address of this machine that others cannot reach."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def transfer_folder(config: Any) -> Path | None:
+    """Return the folder of sealed weights; None: they stay in memory, for servers of this machine."""
+    rollout = config.actor_rollout_ref.rollout
+    in_memory = rollout.weight_transfer == "memory" or (
+        rollout.weight_transfer != "disk" and all(map(is_loopback, read_urls(rollout.http.urls)))
+    )
+    return None if in_memory else Path(config.trainer.default_local_dir).expanduser().resolve() / "weights"
+
+
+def expected_facts(config: Any, dtype: str | None = None) -> dict[str, Any]:
+    """Return the facts that every server must have, but for those of the model; ``dtype`` None: unknown."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    reads_text = rollout.stop or rollout.bad_words or rollout.structured_outputs
+    return {
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "max_model_len": data.max_prompt_length + data.max_response_length,
+        "cuts_prompts_on_a_cpu": False,
+        "compiles_on_a_cpu": False,  # its log-probs differ from those of other servers, in the last bits
+        **({"reads_text": True} if reads_text else {}),
+        **({"dtype": dtype} if dtype else {}),
+    }
+
+
+KIND = HTTPKind()

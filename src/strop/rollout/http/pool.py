@@ -1,0 +1,335 @@
+"""The servers of a run: which ones answer, with which weights, and which one a request goes to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import resource
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import ConfigError, TrainingError
+from strop.rollout.http.kind import read_urls
+from strop.rollout.http.sealed import SealedWeights
+from strop.rollout.http.start import OwnServer
+from strop.rollout.http.wire import Answer, Connection, Lost, Refused, Request, VLLMWire, differences
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S, _PROBE_S, _FACTS_S, _AGAIN_S = 0.2, 10.0, 60.0, 0.5
+_SHORTEST_DEADLINE_S = 60.0
+_FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
+_DEADLY = 3
+"""Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
+_COUNTED = (
+    "rollout/lost_requests", "rollout/lost_tokens", "weights/bytes", "weights/pause_s", "weights/joins",
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Server:
+    """A server, from when it joins until it is lost."""
+
+    url: str
+    wire: VLLMWire
+    places: int = 1
+    running: int = 0
+    served: int = 0
+    answered_at: float = 0.0
+
+
+class Pool:
+    """Servers; all methods but the constructor run in the loop of the requests."""
+
+    def __init__(
+        self,
+        settings: Any,
+        expected: Mapping[str, Any],
+        vocabulary: int,
+        token: str | None,
+        own: Sequence[OwnServer] = (),
+        verify: Callable[[SealedWeights, list[dict[str, int]]], None] | None = None,
+    ) -> None:
+        """Take the section ``rollout.http``, and the facts that every server must have.
+
+        ``verify`` raises ``ModelError`` unless a joiner's checksums are those of the weights; None: they are
+        not read.
+        """
+        self._settings, self._expected, self.vocabulary = settings, dict(expected), vocabulary
+        self._token, self.own, self._verify = token, own, verify
+        self.live: list[Server] = []
+        """Servers that answer, and have the present weights if there are any."""
+        self.out: dict[str, Exception] = {}
+        """The reasons why others do not, by URL."""
+        self.sealed: SealedWeights | None = None
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._left_at = time.monotonic()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._suspects = asyncio.Lock()
+        self._slowest = 0.0
+        self._counts = defaultdict[str, float](float)
+
+    async def open(self) -> None:
+        """Wait for the servers that the run starts, and for ``min_servers`` of those that are given.
+
+        Raises ``ConfigError`` for one with other settings, ``TrainingError`` if too few answer in time.
+        """
+        self._read_urls()
+        self._left_at = time.monotonic()
+        needed = len(self.own) or self._settings.min_servers
+        while True:
+            for keeper in self._keepers.values():
+                if keeper.done():
+                    keeper.result()
+            if len(self.live) >= needed and len(self.live) + len(self.out) >= len(self._keepers):
+                break
+            self._require_patience(needed)
+            await asyncio.sleep(_LOOK_S)
+        for url, error in self.out.items():
+            logger.warning("%s does not answer: %s", url, error)
+
+    def _read_urls(self) -> None:
+        """Keep the servers that are named now, and no others."""
+        named = dict.fromkeys(read_urls(self._settings.urls)) | {server.url: server for server in self.own}
+        for url in [url for url in named if url not in self._keepers]:
+            self._keepers[url] = asyncio.create_task(self._keep(url, named[url]))
+        for url in self._keepers.keys() - named.keys():
+            self._keepers.pop(url).cancel()
+            for server in [one for one in self.live if one.url == url]:
+                self._lose(server, Lost("it is not named any more"))
+            self.out.pop(url, None)
+
+    async def _keep(self, url: str, own: OwnServer | None) -> None:
+        """Take a server in whenever it answers, and start one of the run again once it is lost.
+
+        Raises ``ConfigError`` for one with other settings, ``TrainingError`` for one that does not start.
+        """
+        wire = VLLMWire(Connection(url, self._token, self._settings.proxy), self.vocabulary)
+        restarts = 0  # in a row, without an answer between
+        while True:
+            server, joined = Server(url, wire), False
+            try:
+                await self._join(server)
+                joined = True
+            except (Refused, ConfigError) as error:
+                self.out[url] = ConfigError(f"{url}: {error}; start it as strop docs http_rollout says")
+                raise self.out[url] from error
+            except Exception as error:  # noqa: BLE001 - it is tried again, and named if too few answer
+                self.out[url] = error
+            while server in self.live:
+                await asyncio.sleep(_LOOK_S)
+                if own is not None and own.has_ended:
+                    self._lose(server, Lost("its process has ended"))
+            if own is None:
+                await asyncio.sleep(_PROBE_S)
+            elif joined or own.has_ended:
+                log = own.last_lines()
+                restarts = 1 if server.served else restarts + 1
+                if restarts > self._settings.max_restarts or not (joined or restarts > 1):
+                    self.out[url] = TrainingError(f"{url} ended; starts in a row: {restarts}\n{log}")
+                    raise self.out[url]
+                logger.warning("%s is started again; its log ended with\n%s", url, log)
+                await asyncio.sleep(2.0**restarts - 2)
+                await asyncio.to_thread(own.stop)  # it may hang
+                own.start()
+            else:  # it is starting
+                await asyncio.sleep(_LOOK_S)
+
+    async def _join(self, server: Server) -> None:
+        """Compare the facts of a server, bring it the weights, and take it in."""
+        patience_s = self._settings.patience_s
+        facts = await server.wire.facts(min(patience_s, _FACTS_S))
+        self._expected.setdefault("kernels", facts["kernels"])  # equal results need equal ones
+        if found := differences(facts, self._expected):
+            raise ConfigError(f"it is another engine: {'; '.join(found)}")
+        server.places, held = int(facts["max_num_seqs"]), None
+        while (sealed := self.sealed) is not held:  # a transfer may begin meanwhile
+            assert sealed is not None
+            await server.wire.transfer(sealed.path, sealed.version, patience_s)
+            if self._verify is not None:
+                parts = await server.wire.checksums(patience_s)
+                await asyncio.to_thread(self._verify, sealed, parts)
+            held = sealed
+        _allow_files(server.places + sum(one.places for one in self.live) + _OTHER_FILES)
+        self.live.append(server)
+        self.out.pop(server.url, None)
+        if held is not None:
+            self._counts["weights/joins"] += 1
+            logger.info("%s joins; %d servers answer", server.url, len(self.live))
+        self._wake(server.places)
+
+    async def transfer(self, sealed: SealedWeights) -> None:
+        """Bring new weights to all live servers; those that fail leave, by name."""
+        try:
+            self._read_urls()
+        except ConfigError as error:  # the file is being written
+            logger.warning("%s; the servers stay as they are", error)
+        before, self.sealed = self.sealed, sealed
+        pauses = await asyncio.gather(*(self._load(server, sealed) for server in self.live))
+        if before is not None:
+            before.close()
+        self._counts["weights/bytes"] += sealed.size
+        self._counts["weights/pause_s"] += max(pauses, default=0.0)
+        await self._enough()
+
+    async def _load(self, server: Server, sealed: SealedWeights) -> float:
+        try:
+            return await server.wire.transfer(sealed.path, sealed.version, self._settings.patience_s)
+        except (Lost, Refused) as error:
+            self._lose(server, Lost(f"the transfer of {sealed.version} failed: {error}"))
+            return 0.0
+
+    def _lose(self, server: Server, reason: Exception, since: float | None = None) -> None:
+        if server not in self.live:
+            return
+        self.live.remove(server)
+        self.out[server.url] = reason
+        self._left_at = time.monotonic() if since is None else since
+        logger.warning("%s leaves: %s; %d others answer", server.url, reason, len(self.live))
+        self._wake(len(self._waiting))
+
+    def _wake(self, number: int) -> None:
+        """Let requests that wait for a place look again."""
+        while self._waiting and number:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # else it was cancelled
+                waiter.set_result(None)
+                number -= 1
+
+    async def _enough(self) -> None:
+        """Wait until ``min_servers`` answer."""
+        while len(self.live) < self._settings.min_servers:
+            self._require_patience(self._settings.min_servers)
+            await asyncio.sleep(_AGAIN_S)
+
+    def _require_patience(self, needed: int) -> None:
+        """Raise ``TrainingError`` if the last server has left for ``patience_s``."""
+        if time.monotonic() - self._left_at > self._settings.patience_s:
+            reasons = "; ".join(f"{url}: {error}" for url, error in self.out.items())
+            raise TrainingError(
+                f"rollout.http: {len(self.live)} servers answer, {needed} are needed (min_servers="
+                f"{self._settings.min_servers}), for {self._settings.patience_s:.0f} s: {reasons}"
+            )
+
+    async def answer(self, request: Request, n: int) -> Answer:
+        """Return a sample of the first server that gives it; each attempt begins at the sample's start.
+
+        ``n`` adjacent requests have one prompt.
+        """
+        failures: Counter[Server] = Counter()
+        last = ""
+        while True:
+            deaths = sum(server not in self.live for server in failures)
+            if deaths >= _DEADLY:
+                raise TrainingError(f"{_named(request)}: {deaths} servers died of it; the last was {last}")
+            async with self._suspects if deaths == _DEADLY - 1 else contextlib.nullcontext():
+                server = await self._place(request, n, failures, last)
+                sent_at = time.monotonic()
+                try:
+                    assert self.sealed is not None
+                    answer = await server.wire.generate(request, self.sealed.version, self._deadline_s)
+                except Refused as error:
+                    raise TrainingError(f"{server.url}: {error} ({_named(request)})") from None
+                except Lost as error:
+                    last = f"{server.url}: {error}"
+                    self._counts["rollout/lost_requests"] += 1
+                    self._counts["rollout/lost_tokens"] += error.tokens
+                    failures[server] += 1
+                    await self._check(server, error, sent_at)
+                else:
+                    server.answered_at = time.monotonic()
+                    server.served += 1
+                    self._slowest = max(self._slowest, server.answered_at - sent_at)
+                    return answer
+                finally:
+                    server.running -= 1
+                    self._wake(1)
+
+    async def _place(self, request: Request, n: int, failures: Counter[Server], last: str) -> Server:
+        """Wait for a place on the least loaded server, and take it."""
+        while True:
+            await self._enough()
+            left = [server for server in self.live if failures[server] < self._settings.retries]
+            if not left:
+                raise TrainingError(f"{_named(request)}: it failed on every live server; the last was {last}")
+            if free := [server for server in left if server.running < server.places]:
+                # by n: samples of one prompt go together, for the prefix cache
+                server = min(free, key=lambda one: (one.running // n / one.places, -one.running))
+                server.running += 1
+                return server
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+    @property
+    def _deadline_s(self) -> float:
+        given, patience_s = self._settings.deadline_s, self._settings.patience_s
+        if not self._slowest:
+            return given or patience_s
+        return given or max(10 * self._slowest, min(_SHORTEST_DEADLINE_S, patience_s))
+
+    async def _check(self, server: Server, error: Lost, sent_at: float) -> None:
+        """Find out whether a server that lost a request has died."""
+        if error.by_deadline:
+            if server.answered_at < sent_at:  # else it is alive, whatever its health route says
+                silence_s = time.monotonic() - sent_at
+                self._lose(server, Lost(f"no answer since {silence_s:.0f} s"), sent_at)
+            return
+        for _ in range(0 if error.is_stale else self._settings.retries):
+            if server not in self.live or await server.wire.is_healthy():
+                return
+            await asyncio.sleep(_AGAIN_S)
+        self._lose(server, error)
+
+    async def checksums(self) -> dict[str, list[dict[str, int]]]:
+        """Return the checksums of every live server, by URL."""
+        found: dict[str, list[dict[str, int]]] = {}
+
+        async def read(server: Server) -> None:
+            try:
+                found[server.url] = await server.wire.checksums(self._settings.patience_s)
+            except (Lost, Refused) as error:
+                self._lose(server, error)
+
+        while not found:
+            await self._enough()
+            await asyncio.gather(*map(read, self.live))
+        return found
+
+    async def close(self) -> None:
+        """Cancel what is under way, and end the loop."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        asyncio.get_running_loop().stop()
+
+    def take_counts(self) -> dict[str, float]:
+        """Return metrics since the last call."""
+        served = [server.served for server in self.live]
+        imbalance = max(served) * len(served) / sum(served) if any(served) else 1.0
+        counted = {name: self._counts[name] for name in _COUNTED}
+        self._counts.clear()
+        return {"rollout/servers_live": len(served), "rollout/server_imbalance": imbalance, **counted}
+
+
+def _allow_files(needed: int) -> None:
+    """Raise the limit of open files; ``ConfigError`` if the system does not allow as many."""
+    soft, hard = resource.getrlimit(_FILES)
+    if 0 <= hard < needed:  # -1: no limit
+        raise ConfigError(
+            f"a connection for each place, and others, are {needed} files, and this process may open {hard}: "
+            "raise `ulimit -Hn`, or lower max_num_seqs"
+        )
+    if 0 <= soft < needed:
+        resource.setrlimit(_FILES, (needed, hard))
+
+
+def _named(request: Request) -> str:
+    digest = hashlib.blake2b(str(request.ids).encode(), digest_size=6).hexdigest()
+    return f"row {request.row} of the batch, {len(request.ids)} tokens of digest {digest}"

@@ -1,0 +1,230 @@
+"""What vLLM's server takes and answers. Another kind of server is another class like ``VLLMWire``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import httpx2
+
+from strop.errors import TrainingError
+
+_CONTROL_BYTES, _ANSWER_BYTES, _TOKEN_BYTES = 64 << 20, 1 << 16, 4096
+_AGAIN_S, _ASKED_S = 0.5, 10.0
+NEUTRAL = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+"""Values that every request carries, else the server's generation configuration decides."""
+ARGUMENTS: dict[str, Any] = {
+    "enable_scale_out": True,
+    "weight_transfer_config": {"backend": "strop"},
+    "worker_extension_cls": "strop.rollout.vllm.server.Extension",
+    "middleware": "strop.rollout.vllm.server.RequireToken",
+}
+"""Arguments that make an engine a server of strop's."""
+
+
+class Lost(Exception):
+    """No usable answer: no connection, none within the deadline, a failure of the server, or an abort."""
+
+    def __init__(
+        self, why: str, *, by_deadline: bool = False, is_stale: bool = False, tokens: int = 0
+    ) -> None:
+        """``is_stale``: the server has been started again, without the run's weights."""
+        super().__init__(why)
+        self.by_deadline, self.is_stale, self.tokens = by_deadline, is_stale, tokens
+
+
+class Refused(Exception):
+    """The request is wrong, or forbidden: another attempt would be, too."""
+
+
+class Connection:
+    """Requests to a server, as many at once as are made, each on a connection of its own.
+
+    Connections that are kept would save less than a millisecond, and the server may close one as it is used.
+    """
+
+    def __init__(self, url: str, token: str | None, proxy: str | None = None) -> None:
+        """``url``: http or https, or ``unix:`` and the path of a socket."""
+        self.url = url
+        socket = url.removeprefix("unix:") if url.startswith("unix:") else None
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx2.AsyncClient(
+            base_url="http://server" if socket else url,
+            # no variable of the environment: a proxy for the internet is none for these servers
+            transport=httpx2.AsyncHTTPTransport(limits=limits, trust_env=False, uds=socket, proxy=proxy),
+            trust_env=False,
+            timeout=None,  # the deadline below is the only clock
+            headers={"authorization": f"Bearer {token}"} if token else None,
+        )
+
+    async def call(
+        self, path: str, deadline_s: float, body: Any = None, max_bytes: int = _CONTROL_BYTES
+    ) -> Any:
+        """Return the JSON of an answer, None if it is empty; without a ``body`` the method is GET.
+
+        Raises ``Lost``, or ``Refused`` for a status from 300 to 499.
+        """
+        method, raw = "GET" if body is None else "POST", bytearray()
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._client.stream(method, path, json=body) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    raw += part
+                    if len(raw) > max_bytes:
+                        raise Lost(f"{path}: an answer of more than {max_bytes:,} bytes")
+        except TimeoutError:
+            raise Lost(f"{path}: no answer within {deadline_s:.0f} s", by_deadline=True) from None
+        except httpx2.HTTPError as error:
+            raise Lost(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code >= 300:
+            kind = Lost if response.status_code >= 500 else Refused
+            raise kind(f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}")
+        try:
+            return json.loads(raw) if raw else None
+        except ValueError:
+            raise Lost(f"{path}: no JSON: {bytes(raw[:100])!r}") from None
+
+
+class Request(NamedTuple):
+    """A sample, or the turn of one, to generate."""
+
+    row: int
+    ids: list[int]
+    sampling: Mapping[str, Any]
+
+
+Answer = tuple[list[int], list[float], bool]
+"""Ids and log-probs of a sample, or of a turn, and whether it is truncated."""
+
+
+class VLLMWire:
+    """One server. The methods raise ``Lost`` and ``Refused``."""
+
+    def __init__(self, connection: Connection, vocabulary: int) -> None:
+        self._connection, self._vocabulary = connection, vocabulary
+
+    async def is_healthy(self) -> bool:
+        """Return True if the health route answers."""
+        with contextlib.suppress(Lost, Refused):
+            await self._connection.call("/health", _ASKED_S)
+            return True
+        return False
+
+    async def facts(self, deadline_s: float) -> dict[str, Any]:
+        """Return what ``strop.rollout.vllm.server.Extension`` says of the engine."""
+        return (await self._rpc("strop_facts", deadline_s))[0]
+
+    async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
+        """Return ``held_checksums`` of each rank of the engine."""
+        parts = await self._rpc("strop_checksums", deadline_s)
+        return [{name: int(value) for name, value in part.items()} for part in parts]
+
+    async def _rpc(self, method: str, deadline_s: float) -> list[dict[str, Any]]:
+        return (await self._connection.call("/collective_rpc", deadline_s, {"method": method}))["results"]
+
+    async def generate(self, request: Request, version: str, deadline_s: float) -> Answer:
+        """Return a sample by the weights ``version``.
+
+        Raises ``TrainingError`` for an answer that is none to this request: a server with other settings
+        would spoil the run.
+        """
+        answer = await self._connection.call(
+            "/inference/v1/generate",
+            deadline_s,
+            {"token_ids": request.ids, "sampling_params": request.sampling},
+            _ANSWER_BYTES + _TOKEN_BYTES * request.sampling["max_tokens"],
+        )
+        return self.parse(answer, request.sampling, version)
+
+    def parse(self, answer: Any, sampling: Mapping[str, Any], version: str) -> Answer:
+        """Return the sample of an answer; see ``generate``."""
+        try:
+            choice = answer["choices"][0]
+            ids, reason = list(choice["token_ids"] or []), choice["finish_reason"]
+            log_probs = [item["logprob"] for item in (choice["logprobs"] or {}).get("content") or []]
+            versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
+        except (TypeError, KeyError, IndexError, AttributeError):
+            raise Lost(f"an answer of another form: {str(answer)[:200]}") from None
+        if reason == "abort":
+            raise Lost("it aborted a request that nobody aborted", tokens=len(ids))
+        other = ", ".join(versions - {version})
+        if other and "/" not in other:  # the version that a server starts with
+            raise Lost(f"its weights are {other}, not {version}", is_stale=True)
+        most, last = sampling["max_tokens"], ids[-1] if ids else None
+        is_token = [type(token) is int and 0 <= token < self._vocabulary for token in ids]
+        is_number = [isinstance(value, float | int) and math.isfinite(value) for value in log_probs]
+        strips = reason == "stop" and not sampling.get("stop") and last not in sampling["stop_token_ids"]
+        for is_wrong, what in (
+            (other, f"a sample by the weights {other}, requested from {version}: another run uses it, too"),
+            (len(log_probs) != len(ids), f"{len(ids)} tokens with {len(log_probs)} log-probs"),
+            (not 1 <= len(ids) <= most, f"{len(ids)} tokens, where 1 to {most} were requested"),
+            (not all(is_token), f"token ids beyond the vocabulary of {self._vocabulary}"),
+            (not all(is_number), "log-probs that are no finite numbers; have the weights diverged?"),
+            (reason not in ("stop", "length", "repetition"), f"the end of a sample for {reason!r}"),
+            (
+                reason == "length" and len(ids) < most,
+                f"{len(ids)} of {most} tokens: its --max-model-len is small",
+            ),
+            (strips, f"a sample that ended without a stop token ({last}): the server strips stop tokens"),
+        ):
+            if is_wrong:
+                raise TrainingError(f"{self._connection.url} answered {what}")
+        return ids, log_probs, reason == "length"
+
+    async def transfer(self, path: str, version: str, patience_s: float) -> float:
+        """Load the weights of a sealed file; return the seconds of the pause."""
+        begun = time.monotonic()
+
+        async def post(route: str, **body: Any) -> Any:
+            return await self._connection.call(route, patience_s, body)
+
+        await post("/pause?mode=abort")
+        try:
+            await post("/start_weight_update")
+        except (Lost, Refused):
+            # A trainer that died in a transfer has left one open. Weights are loaded whole or not at all.
+            with contextlib.suppress(Lost, Refused):
+                await post("/finish_weight_update")
+            await post("/start_weight_update")
+        await post("/update_weights", update_info={"path": path, "version": version})
+        await post("/finish_weight_update", weight_version=version)
+        # keys and values of the old weights
+        while (await post("/reset_prefix_cache") or {}).get("success") is not True:
+            if time.monotonic() - begun > patience_s:
+                raise Lost(f"/reset_prefix_cache had no success within {patience_s:.0f} s")
+            await asyncio.sleep(min(_AGAIN_S, patience_s))
+        found = await self._connection.call("/weight_info", patience_s)
+        if found.get("weight_version") != version:
+            raise Lost(f"its weights are {found} after the transfer of {version}")
+        await post("/resume")
+        return time.monotonic() - begun
+
+
+def differences(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Sequence[str]:
+    """Return in words what differs in a server from what the run ``expected`` of it."""
+    most = min(facts["max_model_len"], expected["max_model_len"])  # a longer one does no harm
+    return [
+        f"{name} is {facts[name]!r}, expected {value!r}"
+        for name, value in expected.items()
+        if {**facts, "max_model_len": most}.get(name, value) != value
+    ]
+
+
+def ask(urls: Sequence[str], token: str | None, proxy: str | None) -> dict[str, dict[str, Any] | Exception]:
+    """Return the facts of every server, or the error instead."""
+
+    async def all_facts() -> list[Any]:
+        wires = [VLLMWire(Connection(url, token, proxy), 0) for url in urls]
+        return await asyncio.gather(*(wire.facts(_ASKED_S) for wire in wires), return_exceptions=True)
+
+    return dict(zip(urls, asyncio.run(all_facts()), strict=True))

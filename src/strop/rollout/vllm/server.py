@@ -1,0 +1,114 @@
+"""Classes that vLLM's server imports: weights from a sealed file, their checksums, and the token.
+
+``strop.rollout.http.wire.ARGUMENTS`` names them. ``STROP_TOKEN`` in the server's environment is the token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from strop.errors import ModelError
+from strop.rollout.vllm.arguments import model_facts
+from strop.rollout.vllm.held import held_checksums
+from strop.rollout.vllm.settings import InProcessUpdate, InProcessWeightTransfer
+
+
+@dataclass
+class SealedUpdate(WeightTransferUpdateInfo):
+    """A file with all weights, and the version that its header must name."""
+
+    path: str
+    version: str
+
+
+class SealedWeightTransfer(InProcessWeightTransfer):
+    """Load all weights of a sealed file, or none: the model is not touched before the file is read.
+
+    So a trainer that dies between the calls of an update leaves a usable server.
+    """
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls: Any = SealedUpdate
+
+    def start_weight_update(self) -> None:
+        """Do nothing."""
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Read the file, then load it."""
+        with safe_open(update_info.path, "pt") as file:
+            found = (file.metadata() or {}).get("version")
+            if found != update_info.version:
+                raise ModelError(f"{update_info.path} has the weights {found}, not {update_info.version}")
+            staged = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - no mapping
+        super().start_weight_update()
+        super().receive_weights(InProcessUpdate(iter(staged)))
+        super().finish_weight_update()
+
+    def finish_weight_update(self) -> None:
+        """Do nothing."""
+
+
+WeightTransferEngineFactory.register_engine("strop", SealedWeightTransfer)
+
+
+class Extension:
+    """Methods of vLLM's workers, called by ``/collective_rpc``."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def strop_facts(self) -> dict[str, Any]:
+        """Return what a run compares with its own settings."""
+        model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        on_cpu = self.vllm_config.device_config.device_type == "cpu"
+        return {
+            **model_facts(model.hf_config),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "logprobs_mode": str(model.logprobs_mode),
+            "max_model_len": model.max_model_len,
+            "generation_config": model.generation_config,
+            "reads_text": not model.skip_tokenizer_init,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "cuts_prompts_on_a_cpu": on_cpu and bool(scheduler.enable_chunked_prefill),
+            "compiles_on_a_cpu": on_cpu and not model.enforce_eager,
+            "kernels": {
+                "vllm": vllm.__version__,
+                "enforce_eager": bool(model.enforce_eager),
+                "tensor_parallel_size": self.vllm_config.parallel_config.tensor_parallel_size,
+            },
+        }
+
+    def strop_checksums(self) -> dict[str, str]:
+        """Return this rank's part of the checksums, as texts: JSON's numbers may lose digits elsewhere."""
+        return {name: str(value) for name, value in held_checksums(self.model_runner.get_model()).items()}
+
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class RequireToken:
+    """Middleware that answers 401 on every route to requests without the token, if there is one."""
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._token = app, os.environ.get("STROP_TOKEN", "")
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
+        """Pass on what has the token, and the server's own start and end."""
+        given = dict(scope.get("headers", [])).get(b"authorization", b"")
+        allowed = hmac.compare_digest(given, f"Bearer {self._token}".encode())
+        if scope["type"] == "lifespan" or not self._token or allowed:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"a token is needed: rollout.http.token_env"})

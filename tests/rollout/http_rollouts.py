@@ -1,0 +1,54 @@
+"""HTTP rollouts on fake servers."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from strop.rollout.http.engine import HTTPRollout, require_held
+from strop.rollout.http.pool import Pool
+from strop.rollout.vllm.arguments import model_facts
+from strop.rollout.vllm.checkpoint import CheckpointWeights
+
+from fake_vllm import FACTS
+from tiny_lms import EOS, PAD, tiny_lm
+
+EXPECTED = {name: FACTS[name] for name in ("dtype", "logprobs_mode", "generation_config", "max_model_len")}
+SETTINGS = {
+    "min_servers": 1,
+    "max_restarts": 3,
+    "retries": 2,
+    "deadline_s": None,
+    "patience_s": 20.0,
+    "proxy": None,
+}
+
+
+def rollout_on(
+    *servers: Any, urls: Any = None, sampling: Any = None, folder: Any = None, token: Any = None, **given: Any
+) -> Any:
+    """A rollout with the weights of ``tiny_lm("qwen2")`` on these servers."""
+    model = tiny_lm("qwen2")
+    weights = CheckpointWeights(model)
+    settings = {**SETTINGS, "urls": urls or [server.url for server in servers], **given}
+    expected, verify = EXPECTED | model_facts(model.config), partial(require_held, weights, torch.float32)
+    rollout = HTTPRollout(
+        weights,
+        Pool(SimpleNamespace(**settings), expected, model.config.vocab_size, token, verify=verify),
+        dtype=torch.float32,
+        pad_token_id=PAD,
+        eos_token_ids=[EOS],
+        hidden_token_ids=[EOS],
+        sampling=sampling,
+        folder=folder,
+    )
+    rollout.update_weights(model.named_parameters())
+    return rollout
+
+
+def counts(rollout: Any) -> dict[str, float]:
+    """Return the counts since they were last taken."""
+    return rollout._pool.take_counts()

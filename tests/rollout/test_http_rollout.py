@@ -1,0 +1,387 @@
+"""The HTTP rollout on fake servers: what it sends, what it refuses, and what survives a server's end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from strop.errors import ConfigError, ModelError, TrainingError
+from strop.rollout.base import SamplingParams
+from strop.rollout.http import pool
+from strop.rollout.weights import checksums
+
+from fake_vllm import GENERATE, FakeVLLM, wire_answer
+from http_rollouts import counts, rollout_on
+from messages import naming
+from tiny_lms import EOS, prompts_of, response_ids, tiny_lm
+
+PARAMS = SamplingParams(max_tokens=12, n=4, stop_token_ids=(7,))
+
+
+def batch(rollout, prompts=6):
+    return rollout.generate(prompts_of([3, 9, 1, 6, 5, 2][:prompts], n=PARAMS.n), PARAMS)
+
+
+def equal(one, other):
+    return all(torch.equal(one.batch[name], other.batch[name]) for name in ("responses", "rollout_log_probs"))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The samples of one server."""
+    return batch(rollout_on(FakeVLLM()))
+
+
+def in_a_moment(seconds, call):
+    timer = threading.Timer(seconds, call)
+    timer.start()
+    return timer
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Look for dead servers and probe them at once."""
+    monkeypatch.setattr(pool, "_PROBE_S", 0.1)
+
+
+def test_a_batch_does_not_depend_on_servers_places_or_speed(alone):
+    slow = FakeVLLM(max_num_seqs=1)
+    slow.delay = 0.02
+    rollout = rollout_on(FakeVLLM(max_num_seqs=3), slow)
+    found = batch(rollout)
+    assert equal(found, alone)
+    assert slow.bodies()
+    assert found.meta_info["rollout_metrics"]["rollout/lost_requests"] == 0
+    assert found.meta_info["rollout_metrics"]["rollout/servers_live"] == 2
+
+
+def test_samples_are_the_servers_answers():
+    server = FakeVLLM()
+    found = batch(rollout_on(server)).batch
+    answers = {}
+    for body in server.bodies():
+        choice = server.sample(body)["choices"][0]
+        answers[tuple(body["token_ids"]), body["sampling_params"]["seed"]] = choice
+    prompts = prompts_of([3, 9, 1, 6, 5, 2], n=PARAMS.n).batch
+    for row, ids in enumerate(response_ids(found)):
+        mask = prompts["attention_mask"][row // PARAMS.n].bool()
+        prompt = prompts["input_ids"][row // PARAMS.n][mask].tolist()
+        choice = answers[tuple(prompt), int(prompts["seeds"].flatten()[row])]
+        assert ids == choice["token_ids"]
+        expected = torch.tensor([item["logprob"] for item in choice["logprobs"]["content"]])
+        assert torch.equal(found["rollout_log_probs"][row, : len(ids)], expected)
+        assert bool(found["truncated"][row]) is (choice["finish_reason"] == "length")
+
+
+def test_samples_of_a_prompt_go_to_one_server_and_the_load_is_even():
+    servers = [FakeVLLM(max_num_seqs=64), FakeVLLM(max_num_seqs=64)]
+    for server in servers:
+        server.delay = 0.1
+    batch(rollout_on(*servers))
+    prompts = [[tuple(body["token_ids"]) for body in server.bodies()] for server in servers]
+    assert [len(found) for found in prompts] == [12, 12]
+    assert not set(prompts[0]) & set(prompts[1])
+
+
+def test_finished_and_advanced_are_called_for_every_sample():
+    rollout, reported, done = rollout_on(FakeVLLM()), [], []
+    rollout.advanced = lambda samples, tokens: done.append((samples, tokens))
+    found = rollout.generate(
+        prompts_of([3, 9], n=4), PARAMS, lambda prompt, index, ids: reported.append((prompt * 4 + index, ids))
+    )
+    assert sorted(reported) == list(enumerate(response_ids(found.batch)))
+    assert sum(samples for samples, _ in done) == 8
+    assert sum(tokens for _, tokens in done) == sum(map(len, response_ids(found.batch)))
+
+
+def test_batches_in_flight_are_completed_in_order_and_resumed(alone):
+    rollout = rollout_on(FakeVLLM())
+    prompts = prompts_of([3, 9, 1, 6, 5, 2], n=PARAMS.n)
+    rollout.admit(1, prompts, PARAMS)
+    state = rollout.in_flight()
+    other = rollout_on(FakeVLLM())
+    other.admit(1, prompts, PARAMS)
+    other.restore(state)
+    for one in (rollout, other):
+        found = one.finish(1, 5)
+        assert equal(found, alone)
+        assert found.batch["rollout_versions"].unique().tolist() == [-1, 5]
+
+
+@pytest.mark.parametrize("moment", ["before", "amid", "in the transfer"])
+def test_a_server_that_dies_changes_no_sample(alone, moment):
+    dying, other = FakeVLLM(), FakeVLLM()
+    dying.delay = other.delay = 0.1
+    rollout = rollout_on(dying, other)
+    if moment == "before":
+        dying.kill()
+    elif moment == "amid":
+        in_a_moment(0.15, dying.kill)
+    else:
+        dying.script["/update_weights"] = [{"drop": True}]
+        rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    found = batch(rollout)
+    assert equal(found, alone)
+    metrics = found.meta_info["rollout_metrics"]
+    assert metrics["rollout/servers_live"] == 1
+    assert (metrics["rollout/lost_requests"] > 0) is (moment != "in the transfer")
+
+
+def test_a_server_that_comes_back_gets_the_present_weights_before_it_answers(alone, impatient):
+    returning, other = FakeVLLM(), FakeVLLM()
+    rollout = rollout_on(returning, other)
+    returning.kill()
+    assert equal(batch(rollout), alone)
+    rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
+    returning.start()
+    returning.seen.clear()
+    deadline = time.monotonic() + 10
+    while len(rollout._pool.live) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert returning.checksums == other.checksums
+    assert counts(rollout)["weights/joins"] == 1
+    batch(rollout)
+    paths = returning.paths()
+    assert paths.index(GENERATE) > paths.index("/resume") > paths.index("/update_weights")
+
+
+def test_a_server_started_again_between_two_batches_is_noticed_by_its_version(alone, impatient):
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    server.kill()
+    server.start()
+    found = batch(rollout)
+    assert equal(found, alone)
+    assert server.checksums
+
+
+def test_all_servers_gone_is_an_error_that_names_them():
+    server = FakeVLLM()
+    rollout = rollout_on(server, patience_s=0.5)
+    server.kill()
+    with pytest.raises(TrainingError, match=naming("min_servers=1", server.url)):
+        batch(rollout)
+
+
+def test_urls_of_a_file_are_read_again_at_every_transfer(alone, tmp_path, impatient):
+    first, second = FakeVLLM(), FakeVLLM()
+    names = tmp_path / "servers.txt"
+    names.write_text(f"# ours\n{first.url}/\n")
+    rollout = rollout_on(urls=[str(names)])
+    names.write_text(f"{second.url}\n{first.url}\n")
+    rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    while len(rollout._pool.live) < 2:
+        time.sleep(0.05)
+    assert equal(batch(rollout), alone)
+    assert second.bodies()
+    names.unlink()
+    rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    assert len(rollout._pool.live) == 2
+    names.write_text(f"{second.url}\n")
+    rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    first.seen.clear()
+    assert equal(batch(rollout), alone)
+    assert GENERATE not in first.paths()
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"dtype": "bfloat16"}, ["dtype", "bfloat16", "float32"]),
+        ({"logprobs_mode": "raw_logprobs"}, ["logprobs_mode", "raw_logprobs"]),
+        ({"max_model_len": 32}, ["max_model_len", "32", "64"]),
+        ({"model.hidden_size": 48}, ["hidden_size", "48", "32"]),
+    ],
+)
+def test_a_server_with_other_settings_is_refused_by_name(facts, named):
+    with pytest.raises(ConfigError, match=naming("another engine", *named)):
+        rollout_on(FakeVLLM(), FakeVLLM(**facts))
+
+
+def test_servers_that_compute_otherwise_than_each_other_are_refused():
+    other = FakeVLLM(kernels={"vllm": "0.32.0", "enforce_eager": False})
+    with pytest.raises(ConfigError, match=naming("'enforce_eager': False", "'enforce_eager': True")):
+        rollout_on(FakeVLLM(), other)
+
+
+def test_another_kind_of_server_is_refused():
+    with pytest.raises(ConfigError, match=naming("/collective_rpc", "404", "strop docs http_rollout")):
+        rollout_on(FakeVLLM({"/collective_rpc": [{"status": 404, "text": "Not Found"}]}))
+
+
+def test_a_token_goes_with_every_request_and_its_lack_is_named():
+    server = FakeVLLM(token="secret")
+    batch(rollout_on(server, token="secret"))
+    assert all(seen["headers"]["authorization"] == "Bearer secret" for seen in server.seen)
+    with pytest.raises(ConfigError, match=naming(server.url, "401", "strop docs http_rollout")):
+        rollout_on(server, token="other")
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (wire_answer([10, 11], [-0.5], "length", "V"), ["2 tokens", "1 log-probs"]),
+        (wire_answer([61, 7], [-0.5, -0.5], "stop", "V"), ["vocabulary", "61"]),
+        (wire_answer([10, 7], [-0.5, float("nan")], "stop", "V"), ["finite"]),
+        (wire_answer([10, 7], [-0.5, None], "stop", "V"), ["finite"]),
+        (wire_answer([10] * 5, [-0.5] * 5, "length", "V"), ["5 of 12 tokens", "max-model-len"]),
+        (wire_answer([10] * 13, [-0.5] * 13, "length", "V"), ["13 tokens", "12"]),
+        (wire_answer([], [], "stop", "V"), ["0 tokens"]),
+        (wire_answer([10, 7], [-0.5] * 2, "error", "V"), ["'error'"]),
+    ],
+    ids=["log-probs", "vocabulary", "nan", "null", "shortened", "endless", "empty", "reason"],
+)
+def test_an_answer_that_is_none_is_refused_by_name(answer, named):
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    answer["choices"][0]["weight_versions"][0]["version"] = rollout._pool.sealed.version
+    server.script[GENERATE] = [{"json": answer}]
+    with pytest.raises(TrainingError, match=naming(server.url, *named)):
+        batch(rollout)
+
+
+def test_a_redirect_is_not_followed():
+    other = FakeVLLM()
+    server = FakeVLLM({GENERATE: [{"status": 307, "headers": {"location": other.url + GENERATE}}]})
+    with pytest.raises(TrainingError, match=naming(server.url, "307")):
+        batch(rollout_on(server))
+    assert not other.seen
+
+
+def test_an_endless_error_is_read_to_a_bound(alone):
+    server = FakeVLLM({GENERATE: [{"status": 500, "text": "full", "endless": True}, None]})
+    assert equal(batch(rollout_on(server)), alone)
+
+
+def test_a_sample_that_ends_its_servers_is_found_and_named(impatient):
+    servers = [FakeVLLM(max_num_seqs=64), FakeVLLM(max_num_seqs=64)]
+    rollout, prompts = rollout_on(*servers), prompts_of([3, 9, 1], n=PARAMS.n)
+    for server in servers:
+        server.poison = int(prompts.batch["seeds"].flatten()[5])
+    with pytest.raises(TrainingError, match=naming("row 5 of the batch", "9 tokens", "servers died")):
+        rollout.generate(prompts, PARAMS)
+
+
+def test_ids_beyond_the_vocabulary_are_not_sent():
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    prompts = prompts_of([3, 9], n=4)
+    prompts.batch["input_ids"][1, -1] = 61
+    with pytest.raises(ModelError, match=naming("row 4", "61")):
+        rollout.generate(prompts, PARAMS)
+    assert all(max(body["token_ids"]) < 61 for body in server.bodies())
+
+
+def test_weights_arrive_whole_and_a_wrong_update_reaches_no_server():
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    model = tiny_lm("qwen2", 1)
+    expected = checksums(model.named_parameters(), torch.float32)
+    rollout.update_weights(list(model.named_parameters())[:3], last=False)
+    rollout.update_weights(list(model.named_parameters())[3:])
+    assert server.checksums == expected == rollout.checksums()
+    server.seen.clear()
+    for wrong in (list(model.named_parameters())[:-1], [("other", torch.zeros(2))]):
+        with pytest.raises(ModelError, match="weight transfer"):
+            rollout.update_weights(wrong)
+        with pytest.raises(ModelError):  # of an update that is not complete
+            batch(rollout)
+        rollout._weights.ledger.forget()
+    assert server.seen == []
+    rollout.update_weights(model.named_parameters())
+    batch(rollout)
+
+
+def test_servers_that_hold_different_weights_are_named():
+    servers = [FakeVLLM(), FakeVLLM()]
+    rollout = rollout_on(*servers)
+    servers[1].checksums["model.norm.weight"] += 1
+    with pytest.raises(ModelError, match=naming(servers[1].url, "model.norm.weight")):
+        rollout.checksums()
+
+
+def test_a_joiner_that_holds_other_weights_stays_out(impatient):
+    first, other = FakeVLLM(), FakeVLLM()
+    rollout = rollout_on(first, other)
+    other.kill()
+    batch(rollout)
+    other.script["/collective_rpc"] = [None, {"json": {"results": [{"model.norm.weight": 1}]}}]
+    other.start()
+    deadline = time.monotonic() + 10
+    while "parameters differ" not in str(rollout._pool.out[other.url]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    other.seen.clear()
+    batch(rollout)
+    assert GENERATE not in other.paths()
+
+
+def test_weights_on_a_disk_are_a_file_of_the_folder_which_goes_with_the_next(tmp_path):
+    server = FakeVLLM()
+    rollout = rollout_on(server, folder=tmp_path)
+    (first,) = tmp_path.iterdir()
+    rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
+    (second,) = tmp_path.iterdir()
+    assert first != second
+    assert server.bodies("/update_weights")[-1]["update_info"]["path"] == str(second)
+    del rollout
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rollout_that_is_collected_in_the_thread_of_its_requests_closes(tmp_path):
+    rollout = rollout_on(FakeVLLM(), folder=tmp_path)
+    rollout._loop.call_soon_threadsafe(rollout._closing)
+    deadline = time.monotonic() + 10
+    while rollout._loop.is_running() or list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_weights_in_memory_have_no_name():
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    path = Path(server.bodies("/update_weights")[-1]["update_info"]["path"])
+    assert path.stat().st_nlink == 0
+    with pytest.raises(OSError), path.open("r+b") as file:  # sealed
+        file.write(b"0")
+    rollout.release()
+
+
+def test_bfloat16_weights_and_buffers_are_written_as_safetensors_reads_them(tmp_path):
+    from strop.rollout.http.sealed import SealedWeights
+
+    weights = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.arange(7),
+        "c": torch.tensor(2.5),
+        "d": torch.zeros(0, 4),
+    }
+    for folder in (None, tmp_path):
+        file = SealedWeights("run/1", {name: value.to("meta") for name, value in weights.items()}, folder)
+        for name in reversed(weights):
+            file.write(name, weights[name])
+        file.seal()
+        with safe_open(file.path, "pt") as read:
+            found = {name: read.get_tensor(name) for name in read.keys()}  # noqa: SIM118
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert {name: value.dtype for name, value in found.items()} == {
+            n: v.dtype for n, v in weights.items()
+        }
+        file.close()
+
+
+def test_greedy_requests_have_no_seed():
+    server = FakeVLLM()
+    rollout_on(server).generate(prompts_of([3]), SamplingParams(max_tokens=4, do_sample=False))
+    (body,) = server.bodies()
+    assert body["sampling_params"]["temperature"] == 0
+    assert "seed" not in body["sampling_params"]
+    assert body["sampling_params"]["stop_token_ids"] == [EOS]

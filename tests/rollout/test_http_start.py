@@ -1,0 +1,192 @@
+"""Keys of rollout http, its preflight check, and the guard that ends its servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.config.backends import ROLLOUTS
+from strop.config.checks.check import check
+from strop.config.load import load_config
+from strop.errors import ConfigError
+from strop.rollout.http import start
+from strop.rollout.http.kind import read_urls, transfer_folder
+
+from fake_vllm import FakeVLLM
+from messages import naming
+
+HTTP = "actor_rollout_ref.rollout.name=http"
+URLS = "actor_rollout_ref.rollout.http.urls"
+CPU = "trainer.device=cpu"
+
+
+def findings(*options):
+    result = check(load_config([HTTP, CPU, *options]))
+    lines = [f"error: {line}" for line in result.errors] + [f"warning: {line}" for line in result.warnings]
+    return "\n".join(
+        line for line in lines if any(word in line for word in ("http", "weight_transfer", "penalty"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([f"{URLS}=[http://10.0.0.1:8000]"], ["error", "http://10.0.0.1:8000", "token_env"]),
+        ([f"{URLS}=[10.0.0.1:8000,http://h:1]"], ["error", "'10.0.0.1:8000'", "http://HOST:PORT"]),
+        ([f"{URLS}=[no/such/file]"], ["error", "no/such/file", "No such file"]),
+        (["actor_rollout_ref.rollout.http.min_servers=2"], ["error", "min_servers=2", "1 servers"]),
+        (["actor_rollout_ref.rollout.http.token_env=NO_SUCH"], ["error", "token_env=NO_SUCH"]),
+        (["trainer.async_steps=2"], ["error", "async_steps=2"]),
+        (["trainer.n_gpus_per_node=2"], ["error", "2 processes", "hybrid_engine=False"]),
+        (["actor_rollout_ref.rollout.seed_per_sample=False"], ["error", "seed_per_sample=False"]),
+        (["trainer.device=cuda"], ["error", "GPUs", "CUDA_VISIBLE_DEVICES"]),
+        (
+            [f"{URLS}=[https://10.0.0.1:8000]", "actor_rollout_ref.rollout.weight_transfer=memory"],
+            ["error", "weight_transfer=memory", "disk"],
+        ),
+        (
+            [f"{URLS}=[http://127.0.0.1:1]", "actor_rollout_ref.rollout.max_num_seqs=8"],
+            ["warning", "no effect", "max_num_seqs"],
+        ),
+        (
+            [f"{URLS}=[http://127.0.0.1:1]", "actor_rollout_ref.rollout.http.start.n=2"],
+            ["warning", "start.n=2"],
+        ),
+    ],
+    ids=lambda value: value[-1] if value[0] not in ("error", "warning") else "",
+)
+def test_what_cannot_work_is_refused_before_a_model_loads(options, named):
+    found = findings(*options)
+    assert all(word in found for word in named), found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        (f"{URLS}=['http://localhost:8000','https://[::1]:8001']",),
+        (f"{URLS}=[http://10.0.0.1:8000]", "actor_rollout_ref.rollout.http.open_network=True"),
+        ("trainer.async_steps=1", "actor_rollout_ref.hybrid_engine=False"),
+    ],
+)
+def test_what_works_is_not(options):
+    assert "error" not in findings(*options).replace("async_steps=1", "")
+
+
+def test_keys_of_http_are_reported_with_another_rollout():
+    result = check(load_config(["actor_rollout_ref.rollout.name=hf", CPU, f"{URLS}=[http://127.0.0.1:1]"]))
+    assert any("http.urls" in line and "only http honours it" in line for line in result.warnings)
+
+
+def test_weights_go_by_memory_to_this_machine_and_else_by_disk(tmp_path):
+    run = f"trainer.default_local_dir={tmp_path}"
+    assert transfer_folder(load_config([HTTP, run])) is None
+    assert transfer_folder(load_config([HTTP, run, f"{URLS}=[http://127.1.2.3:1]"])) is None
+    other = load_config([HTTP, run, f"{URLS}=[http://127.0.0.1:1,http://10.0.0.1:1]"])
+    assert transfer_folder(other) == tmp_path / "weights"
+    disk = "actor_rollout_ref.rollout.weight_transfer=disk"
+    assert transfer_folder(load_config([HTTP, run, disk])) == tmp_path / "weights"
+
+
+def test_a_file_of_urls_has_comments_and_empty_lines(tmp_path):
+    (tmp_path / "urls").write_text("# ours\n\n http://a:1/ \nhttp://b:2\n")
+    assert read_urls([str(tmp_path / "urls")]) == ["http://a:1", "http://b:2"]
+    with pytest.raises(ConfigError, match=naming("missing", "No such file")):
+        read_urls(["missing"])
+
+
+def test_the_preflight_check_asks_the_servers():
+    good, other = FakeVLLM(max_model_len=4096), FakeVLLM(max_model_len=100)
+    config = load_config([HTTP, CPU, f"{URLS}=[{good.url},{other.url},http://127.0.0.1:9]"])
+    found = list(ROLLOUTS["http"].outside(config))
+    assert [
+        (level, url) for level, text in found for url in (other.url, "http://127.0.0.1:9") if url in text
+    ] == [
+        ("error", other.url),
+        ("warning", "http://127.0.0.1:9"),
+    ]
+    assert "max_model_len is 100" in found[0].text
+    assert list(ROLLOUTS["http"].outside(load_config([HTTP, CPU]))) == []
+
+
+def test_a_servers_environment_has_nothing_of_the_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = start.environment("secret", tmp_path)
+    assert not found.keys() & {"VLLM_LOGGING_LEVEL", "https_proxy", "RANK"}
+    assert found["HF_HUB_OFFLINE"] == "1"
+    assert found["STROP_TOKEN"] == "secret"
+
+
+def test_arguments_are_vllms_options():
+    line = start.command(
+        {"max_num_seqs": 8, "enforce_eager": True, "hf_overrides": {"a": 1}}, ["--seed", "3"]
+    )
+    options = " ".join(line)
+    assert '--max-num-seqs 8 --enforce-eager --hf-overrides {"a": 1}' in options
+    assert options.endswith("--seed 3")
+    assert "secret" not in options
+
+
+SERVER = """
+import multiprocessing.shared_memory, os, subprocess, sys, time
+held = multiprocessing.shared_memory.SharedMemory(name="strop_test_" + sys.argv[1], create=True, size=4096)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[2] + "/ready", "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+RUN = """
+import subprocess, sys, time
+guard = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["the run is killed", "the server is killed"])
+def test_a_guard_leaves_no_process_and_no_shared_memory(tmp_path, end):
+    folder, name = tmp_path / "server", f"{os.getpid()}"
+    folder.mkdir()
+    command = [
+        "-P",
+        "-m",
+        "strop.rollout.http.start",
+        str(folder),
+        sys.executable,
+        "-c",
+        SERVER,
+        name,
+        str(tmp_path),
+    ]
+    run = subprocess.Popen([sys.executable, "-c", RUN, *command])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes = [int(word) for word in (tmp_path / "ready").read_text().split()]
+    shared = Path(f"/dev/shm/strop_test_{name}")
+    assert shared.exists()
+    time.sleep(start.LOOK_S + 0.5)  # its names are known
+    if end == "the run is killed":
+        run.kill()
+    else:
+        os.kill(processes[0], signal.SIGKILL)
+    while shared.exists() or folder.exists() or any(_runs(process) for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.kill()
+    run.wait()
+
+
+def _runs(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
