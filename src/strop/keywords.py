@@ -413,6 +413,8 @@ class TrainActorRolloutRefRolloutHttp(TypedDict, total=False):
     """Servers that run already, or a file with a URL on each line, read again at every transfer."""
     start: TrainActorRolloutRefRolloutHttpStart
     """Servers that the run starts on this machine, of `rollout.tensor_model_parallel_size` processes each."""
+    slots: int | None
+    """Samples at once on the clock of batches ahead; null: max_num_seqs x servers at the start of the run."""
     min_servers: int
     """With fewer live servers the rollout waits patience_s, and then fails."""
     max_restarts: int

@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
+from strop.config.load import load_config
+from strop.environments.loading import load_environments
+from strop.environments.pool import EnvironmentPool
+from strop.passed import passing
+from strop.rollout.episodes import Episodes
 from strop.rollout.http.engine import HTTPRollout, require_held
 from strop.rollout.http.pool import Pool
+from strop.rollout.turn_format import TurnFormat
 from strop.rollout.vllm.arguments import model_facts
 from strop.rollout.vllm.checkpoint import CheckpointWeights
 
+import tiny_model
 from fake_vllm import FACTS
 from tiny_lms import EOS, PAD, tiny_lm
 
@@ -28,7 +35,13 @@ SETTINGS = {
 
 
 def rollout_on(
-    *servers: Any, urls: Any = None, sampling: Any = None, folder: Any = None, token: Any = None, **given: Any
+    *servers: Any,
+    urls: Any = None,
+    sampling: Any = None,
+    folder: Any = None,
+    token: Any = None,
+    slots: int = 8,
+    **given: Any,
 ) -> Any:
     """A rollout with the weights of ``tiny_lm("qwen2")`` on these servers."""
     model = tiny_lm("qwen2")
@@ -39,6 +52,7 @@ def rollout_on(
         weights,
         Pool(SimpleNamespace(**settings), expected, model.config.vocab_size, token, verify=verify),
         dtype=torch.float32,
+        slots=slots,
         pad_token_id=PAD,
         eos_token_ids=[EOS],
         hidden_token_ids=[EOS],
@@ -47,6 +61,19 @@ def rollout_on(
     )
     rollout.update_weights(model.named_parameters())
     return rollout
+
+
+def episodes_of(kind: type, **settings: Any) -> Episodes:
+    """Episodes of the environment ``kind`` in texts of the tiny tokenizer."""
+    name = f"function:{kind.__name__}-0"
+    config = load_config(["actor_rollout_ref.model.path=m", "data.train_files=f"])
+    section = config.environment.model_copy(update={"path": {"": name}, **settings})
+    with passing({name: kind}):
+        environments = load_environments(section)
+    assert environments is not None
+    whole = config.model_copy(update={"environment": section})
+    form = TurnFormat(whole, environments, tiny_model.build_tokenizer(), [EOS])
+    return Episodes(environments, section, form, EnvironmentPool.of(environments, section))
 
 
 def counts(rollout: Any) -> dict[str, float]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.rollout.base import SamplingParams
-from strop.rollout.http import pool
+from strop.rollout.http import engine, pool
+from strop.rollout.http.clock import due
 from strop.rollout.weights import checksums
 
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
-from http_rollouts import counts, rollout_on
+from http_rollouts import counts, episodes_of, rollout_on
 from messages import naming
 from tiny_lms import EOS, prompts_of, response_ids, tiny_lm
 
@@ -112,6 +117,109 @@ def test_batches_in_flight_are_completed_in_order_and_resumed(alone):
         found = one.finish(1, 5)
         assert equal(found, alone)
         assert found.batch["rollout_versions"].unique().tolist() == [-1, 5]
+
+
+class Replies:
+    """Two answers, late ones in any order."""
+
+    def reset(self, seed):
+        self.seed = seed
+
+    def respond(self, response, turn):
+        time.sleep(0.05 * random.SystemRandom().random())
+        return None if turn == 2 else str(self.seed % 10)
+
+
+def test_turns_are_answered_as_they_end_whichever_servers_generate_them():
+    params = SamplingParams(max_tokens=40, n=4, stop_token_ids=(7,))
+    found, episodes = [], episodes_of(Replies, turn_length=12)
+    for servers in ([FakeVLLM(vocabulary=19)], [FakeVLLM(vocabulary=19, max_num_seqs=2) for _ in range(2)]):
+        rollout = rollout_on(*servers)
+        rollout._episodes, done = episodes, []
+        rollout.advanced = lambda samples, tokens, done=done: done.append((samples, tokens))
+        prompts = prompts_of([3, 9], n=4)
+        prompts.batch["input_ids"] %= 19
+        prompts.non_tensor_batch["prompt"] = np.array(["1", "2"], object)
+        found.append(rollout.generate(prompts, params))
+        assert sum(samples for samples, _ in done) == 8
+        assert sum(tokens for _, tokens in done) == found[-1].batch["response_mask"].sum()
+    one, other = (result.batch for result in found)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (result.non_tensor_batch["conversation"].tolist() for result in found)
+    assert first == second
+    assert one["n_turns"].max() == 3
+    sent = {len(body["token_ids"]) for server in servers for body in server.bodies()}
+    assert len(sent) > 2  # a turn's prompt has the turns before
+    episodes._pool.close()
+
+
+def ahead(rollout, kill=None):
+    """The samples of four batches, three of them in flight, over updates, and the states between."""
+    found, states = [], []
+    prompts = [prompts_of([3, 9, number + 1], n=PARAMS.n) for number in range(4)]
+    for number in (0, 1, 2):
+        rollout.admit(number, prompts[number], PARAMS)
+    for number in range(4):
+        if kill and number == 1:
+            in_a_moment(0.05, kill)
+        found.append(rollout.finish(number, number + 5))
+        states.append(rollout.in_flight())
+        rollout.update_weights(tiny_lm("qwen2", number).named_parameters())
+        if number == 0:
+            rollout.admit(3, prompts[3], PARAMS)
+    return found, states
+
+
+def test_batches_ahead_do_not_depend_on_servers_places_speed_or_a_death(monkeypatch, impatient):
+    monkeypatch.setattr(engine, "PIECE", 2)
+    rollout = rollout_on(FakeVLLM(max_num_seqs=64))
+    expected, states = ahead(rollout)
+    assert sum(found.meta_info["rollout_metrics"]["rollout/cut_tokens"] for found in expected) > 0
+    versions = expected[2].batch["rollout_versions"]
+    assert {5, 6, 7} <= set(versions.unique().tolist())
+    slow, dying = FakeVLLM(max_num_seqs=2), FakeVLLM(max_num_seqs=3)
+    slow.delay = 0.01
+    for servers, kill in (((slow, FakeVLLM()), None), ((dying, FakeVLLM()), dying.kill)):
+        again, of_again = ahead(rollout_on(*servers), kill)
+        for one, other in zip(expected, again, strict=True):
+            assert equal(one, other)
+            assert torch.equal(one.batch["rollout_versions"], other.batch["rollout_versions"])
+        assert str(of_again) == str(states)
+
+
+def test_fewer_slots_begin_later_batches_later(monkeypatch):
+    monkeypatch.setattr(engine, "PIECE", 2)
+    progress = []
+    for slots in (1000, 12, 1):
+        _, states = ahead(rollout_on(FakeVLLM(max_num_seqs=64), slots=slots))
+        progress.append(int(states[0]["batches"][2]["lengths"].sum()))
+    assert progress[0] > progress[1] > progress[2] == 0
+
+
+@given(
+    oldest=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    later=st.lists(st.integers(1, 12), max_size=6),
+    slots=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)
+def test_the_clock_is_a_schedule_of_slots(oldest, later, slots, seed):
+    # step by step: a token a tick for each of the first samples that have not ended, in any slot
+    left, got = [*oldest, *later], [0] * len(oldest + later)
+    while any(left[: len(oldest)]):
+        for place in [place for place, length in enumerate(left) if length][:slots]:
+            left[place] -= 1
+            got[place] += 1
+    expected = got[len(oldest) :]
+    draw = random.Random(seed)
+    faster = [
+        min(length, wanted + draw.randint(0, 3)) for length, wanted in zip(later, expected, strict=True)
+    ]
+    known = [(length, length == whole) for length, whole in zip(faster, later, strict=True)]
+    assert due(oldest, known, slots) == (expected, True)
+    for place, (length, wanted) in enumerate(zip(later, expected, strict=True)):
+        if wanted:
+            short = [*known[:place], (wanted - 1, False), *known[place + 1 :]]
+            assert not due(oldest, short, slots)[1], (length, wanted)
 
 
 @pytest.mark.parametrize("moment", ["before", "amid", "in the transfer"])

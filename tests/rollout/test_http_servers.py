@@ -212,6 +212,7 @@ def test_a_killed_run_leaves_nothing(inputs, tmp_path):
     assert not [name for name in shared if os.path.exists(name)]
 
 
+PLAN = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=6", "trainer.test_freq=3")
 APART = (
     "actor_rollout_ref.hybrid_engine=false",
     "actor_rollout_ref.actor.rollout_is=token",
@@ -253,6 +254,41 @@ def test_a_run_is_that_of_the_engine_in_the_process(inputs, tmp_path, runs_in_pr
     assert sum(line.get("weights/bytes", 0) for line in found[1]) > 0
 
 
+AHEAD = (*SMALL, *APART[:-1], "trainer.async_steps=4", *HTTP, "actor_rollout_ref.rollout.http.slots=16")
+ONE = "actor_rollout_ref.rollout.http.start.n=1"
+
+
+@pytest.fixture(scope="module")
+def run_ahead(inputs, tmp_path_factory):
+    """A run with four batches in flight on one server."""
+    return run_of(inputs, tmp_path_factory.mktemp("ahead"), *AHEAD, ONE)
+
+
+def test_a_run_ahead_does_not_depend_on_servers(inputs, tmp_path, run_ahead):
+    found = run_of(inputs, tmp_path, *AHEAD)
+    own = ("rollout/", "weights/")
+    one, other = (
+        [{k: v for k, v in line.items() if not k.startswith(own)} for line in lines]
+        for _, lines in (run_ahead, found)
+    )
+    assert found[0] == run_ahead[0]
+    assert one == other
+
+
+def test_a_killed_run_goes_on_with_other_servers(inputs, tmp_path, run_ahead):
+    options = (*AHEAD, *PLAN, "trainer.save_freq=2")
+    with forked.start(train, overrides(inputs, tmp_path, *options, ONE)) as child:
+        deadline = time.monotonic() + 400
+        while not (tmp_path / "latest_checkpointed_iteration.txt").exists():
+            assert time.monotonic() < deadline, child.stderr[-3000:]
+            assert child.poll() is None, child.stderr[-3000:]
+            time.sleep(0.1)
+        child.kill()
+    trainer = train(overrides(inputs, tmp_path, *options))
+    assert hashes(trainer) == run_ahead[0]
+    trainer.shutdown()
+
+
 @pytest.fixture(scope="module")
 def runs_in_process():
     """Hashes and metrics of runs with vLLM in the process, by their options."""
@@ -263,8 +299,7 @@ def run_of(inputs, folder, *options):
     """Return the hashes of the parameters of a run, and its metrics."""
     if any("environment.path" in option for option in options):
         (inputs / "replies.py").write_text(REPLIES)
-    plan = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=6", "trainer.test_freq=3")
-    trainer = train(overrides(inputs, folder, *options, *plan))
+    trainer = train(overrides(inputs, folder, *options, *PLAN))
     found = hashes(trainer), metrics(folder)
     trainer.shutdown()
     return found

@@ -42,7 +42,11 @@ def findings(*options):
         ([f"{URLS}=[no/such/file]"], ["error", "no/such/file", "No such file"]),
         (["actor_rollout_ref.rollout.http.min_servers=2"], ["error", "min_servers=2", "1 servers"]),
         (["actor_rollout_ref.rollout.http.token_env=NO_SUCH"], ["error", "token_env=NO_SUCH"]),
-        (["trainer.async_steps=2"], ["error", "async_steps=2"]),
+        (["trainer.async_steps=2", "environment.path=x.py:X"], ["error", "async_steps=2"]),
+        (
+            ["actor_rollout_ref.rollout.presence_penalty=1", "environment.path=x.py:X"],
+            ["error", "presence_penalty", "environment"],
+        ),
         (["trainer.n_gpus_per_node=2"], ["error", "2 processes", "hybrid_engine=False"]),
         (["actor_rollout_ref.rollout.seed_per_sample=False"], ["error", "seed_per_sample=False"]),
         (["trainer.device=cuda"], ["error", "GPUs", "CUDA_VISIBLE_DEVICES"]),
@@ -51,8 +55,8 @@ def findings(*options):
             ["error", "weight_transfer=memory", "disk"],
         ),
         (
-            [f"{URLS}=[http://127.0.0.1:1]", "actor_rollout_ref.rollout.max_num_seqs=8"],
-            ["warning", "no effect", "max_num_seqs"],
+            [f"{URLS}=[http://127.0.0.1:1]", "actor_rollout_ref.rollout.max_num_batched_tokens=2048"],
+            ["warning", "no effect", "max_num_batched_tokens"],
         ),
         (
             [f"{URLS}=[http://127.0.0.1:1]", "actor_rollout_ref.rollout.http.start.n=2"],

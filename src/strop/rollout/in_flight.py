@@ -213,6 +213,12 @@ class InFlight:
                 if not self.room(row):
                     self.end(row, "length")
 
+    def cut(self, row: int, length: int) -> None:
+        """Drop the tokens of a sample from ``length`` on, where the policy then goes on."""
+        if length < int(self.lengths[row]):
+            self.lengths[row], self.stopped[row] = length, False
+            self.tokens[row, length:], self.log_probs[row, length:], self.versions[row, length:] = 0, 0, -1
+
     def result(self, **options: Any) -> DataProto:
         """Return the columns of ``answer``, of this rank's samples; ``options`` are its keyword arguments."""
         if self.turn_length is None:

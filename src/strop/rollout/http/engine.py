@@ -27,6 +27,7 @@ from strop.models.loader import dtype_named, end_token_ids, hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, Samples
 from strop.rollout.episodes import Episodes
+from strop.rollout.http.clock import due
 from strop.rollout.http.kind import KIND, expected_facts, token_of, transfer_folder
 from strop.rollout.http.pool import Pool
 from strop.rollout.http.sealed import SealedWeights
@@ -46,6 +47,8 @@ from strop.rollout.vllm.kind import extra_sampling
 from strop.rollout.weights import checksums, require_equal_checksums
 
 T = TypeVar("T")
+PIECE = 64
+"""Most tokens of a request for a sample of a later batch."""
 
 
 class HTTPRollout(QueuedRollout):
@@ -57,18 +60,20 @@ class HTTPRollout(QueuedRollout):
         pool: Pool,
         *,
         dtype: torch.dtype,
+        slots: int,
         sampling: Mapping[str, Any] | None = None,
         folder: Path | None = None,
         **options: Any,
     ) -> None:
         """Wait for the servers; the errors are those of ``Pool.open``.
 
+        ``slots``: samples at once on the clock of batches ahead (``due``).
         ``sampling`` are further fields of ``SamplingParams``, ``folder`` is that of the sealed files (None:
         in memory), ``options`` are those of ``QueuedRollout``.
         """
         super().__init__(**options)
         self._weights, self._pool, self._dtype, self._folder = weights, pool, dtype, folder
-        self._sampling_options = dict(sampling or {})
+        self._sampling_options, self._slots = dict(sampling or {}), slots
         self._sealed: SealedWeights | None = None
         self._name, self._transfers = secrets.token_hex(4), 0
         self._loop = asyncio.new_event_loop()
@@ -102,6 +107,7 @@ class HTTPRollout(QueuedRollout):
             weights,
             Pool(settings, expected, vocabulary, token, own, verify),
             dtype=dtype,
+            slots=KIND.slots(config),
             sampling=extra_sampling(config),
             folder=transfer_folder(config),
             pad_token_id=spec.tokenizer.pad_token_id,
@@ -117,51 +123,65 @@ class HTTPRollout(QueuedRollout):
         return found
 
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
-        """Generate until each sample has ended; each turn is answered, and the next begins, at once.
+        """Generate until each sample of the oldest batch has ended; each turn is answered as it ends.
 
-        Later batches wait: the servers' speed must not decide.
+        Samples of later batches are generated in pieces, and then cut to what the clock says of them.
         """
-        batch = batches[0]
         self._weights.ledger.require_complete()
+        oldest, n_first = batches[0], len(batches[0].lengths)
+        places = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
+        begun = torch.cat([batch.lengths for batch in batches])
         arrived = SimpleQueue[tuple[int, Callable[[], None]]]()
         running: dict[int, Future[Answer] | None] = {}
 
-        def go_on(row: int) -> None:
+        def go_on(number: int) -> None:
+            batch, row = places[number]
             if bool(batch.decoding[row]):
-                answering = self._pool.answer(self._request(batch, row), batch.params.n)
-                future = asyncio.run_coroutine_threadsafe(answering, self._loop)
-                future.add_done_callback(
-                    lambda done: arrived.put((row, partial(self._insert, batch, row, version, done)))
-                )
-                running[row] = future
+                request = self._request(batch, row, PIECE if number >= n_first else None)
+                answering = self._pool.answer(request, batch.params.n)
+                future = running[number] = asyncio.run_coroutine_threadsafe(answering, self._loop)
+                insert = partial(self._insert, batch, row, version)
+                future.add_done_callback(lambda done: arrived.put((number, partial(insert, done))))
             elif bool(batch.waiting[row]):
                 assert self._episodes is not None
-                running[row] = None
-                self._episodes.ask(batch, row, arrived)
-            else:
+                running[number] = None
+                self._episodes.ask(batch, row, arrived)  # of the oldest batch: the number is its row
+            elif batch is oldest:
                 self.advanced(1, 0)
                 batch.report(finished if self._episodes is None else None, row)
 
+        def dues() -> tuple[list[int], bool]:
+            new = (torch.cat([batch.lengths for batch in batches]) - begun).tolist()
+            has_ended = torch.cat([batch.complete for batch in batches]).tolist()
+            later = list(zip(new[n_first:], has_ended[n_first:], strict=True))
+            return due(new[:n_first], later, self._slots)
+
         try:
-            for row in range(len(batch.lengths)):
-                go_on(row)
-            while running:
-                row, insert = arrived.get()
+            for number in range(len(places)):
+                go_on(number)
+            while not (bool(oldest.complete.all()) and dues()[1]):
+                number, insert = arrived.get()
                 insert()
-                del running[row]
-                go_on(row)
+                answered = running.pop(number)
+                if answered is not None and number < n_first:
+                    self.advanced(0, len(answered.result()[0]))
+                go_on(number)
         finally:
             for future in running.values():
                 if future is not None:
                     future.cancel()
+        for (batch, row), first, new in zip(
+            places[n_first:], begun[n_first:].tolist(), dues()[0], strict=True
+        ):
+            self._pool.counts["rollout/cut_tokens"] += int(batch.lengths[row]) - first - new
+            batch.cut(row, first + new)
 
     def _insert(self, batch: InFlight, row: int, version: int, done: Future[Answer]) -> None:
         ids, log_probs, truncated = done.result()
         columns = ([ids], [log_probs], [len(ids)], [truncated])
         batch.add(torch.tensor([row]), Samples(*map(torch.tensor, columns)), version)
-        self.advanced(0, len(ids))
 
-    def _request(self, batch: InFlight, row: int) -> Request:
+    def _request(self, batch: InFlight, row: int, most: int | None) -> Request:
         ids = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
         if not all(0 <= token < self._pool.vocabulary for token in ids):
             raise ModelError(
@@ -169,7 +189,17 @@ class HTTPRollout(QueuedRollout):
                 "end vLLM's server"
             )
         sampling = sampling_arguments(batch, row, self._sampling_options, self.eos_token_ids)
+        sampling["max_tokens"] = min(sampling["max_tokens"], most or sampling["max_tokens"])
         return Request(row, ids, NEUTRAL | sampling)
+
+    def in_flight(self) -> dict[str, Any]:
+        """See ``RolloutEngine.in_flight``: nothing of a server is in it."""
+        return super().in_flight() | {"slots": self._slots}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``RolloutEngine.restore``; the clock goes on as before, with other servers, too."""
+        self._slots = state.get("slots", self._slots)
+        super().restore(state)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:

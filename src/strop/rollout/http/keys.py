@@ -12,6 +12,7 @@ from strop.config.schema.base import (
     Count,
     Integer,
     Names,
+    PositiveInt,
     Processes,
     Seconds,
     Section,
@@ -40,6 +41,8 @@ class HTTPConfig(Section, resumes=MAY_CHANGE):
     urls: Names
     """Servers that run already, or a file with a URL on each line, read again at every transfer."""
     start: StartConfig
+    slots: PositiveInt | None
+    """Samples at once on the clock of batches ahead; null: max_num_seqs x servers at the start of the run."""
     min_servers: Annotated[Integer, Field(gt=0, le=LARGEST_INT)]
     """With fewer live servers the rollout waits patience_s, and then fails."""
     max_restarts: Annotated[Count, _OWN_SERVERS]

@@ -13,13 +13,14 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.memory.facts import ModelFacts
 from strop.config.memory.shapes import weights
 from strop.config.placement import Placement, is_written, uses_gpu
+from strop.config.schema.environment import uses_environment
 from strop.errors import ConfigError
 from strop.rollout.http.keys import NAMES
 from strop.rollout.vllm.kind import KIND as VLLM
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OF_OWN_SERVERS = (
-    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
+    "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
     "tensor_model_parallel_size", "load_format",
 )  # fmt: skip
 
@@ -42,6 +43,11 @@ class HTTPKind(RolloutKind):
         """Return the processes of a server that the run starts."""
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
         return config.actor_rollout_ref.rollout.tensor_model_parallel_size if is_written(config, key) else 1
+
+    def slots(self, config: Any) -> int:
+        """Return how many samples are generated at once on the clock of batches ahead."""
+        rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
+        return http.slots or rollout.max_num_seqs * (len(read_urls(http.urls)) or http.start.n)
 
     def settled(self, config: Any) -> dict[str, Any]:
         return {"dtype": self.dtype(config), "tensor_model_parallel_size": self.ranks(config)}
@@ -67,10 +73,9 @@ class HTTPKind(RolloutKind):
                 "actor_rollout_ref.hybrid_engine=False, trainer.resource_pools={learner: [N], http: [1]} and "
                 "trainer.placement={Rollout: http}"
             )
-        if steps >= 2:
+        if steps >= 2 and uses_environment(config):
             yield error(
-                f"trainer.async_steps={steps} with {_ROLLOUT}.name=http: how far later batches get would "
-                "depend on the servers' speed; set it to 0 or 1"
+                f"trainer.async_steps={steps} with {_ROLLOUT}.name=http and an environment: set 0 or 1"
             )
         if rollout.seed_per_sample is False:
             yield error(f"{_ROLLOUT}.seed_per_sample=False: samples would depend on http servers; set auto")

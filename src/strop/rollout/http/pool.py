@@ -27,7 +27,8 @@ _FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
 _DEADLY = 3
 """Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
 _COUNTED = (
-    "rollout/lost_requests", "rollout/lost_tokens", "weights/bytes", "weights/pause_s", "weights/joins",
+    "rollout/lost_requests", "rollout/lost_tokens", "rollout/cut_tokens", "weights/bytes",
+    "weights/pause_s", "weights/joins",
 )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._suspects = asyncio.Lock()
         self._slowest = 0.0
-        self._counts = defaultdict[str, float](float)
+        self.counts = defaultdict[str, float](float)
 
     async def open(self) -> None:
         """Wait for the servers that the run starts, and for ``min_servers`` of those that are given.
@@ -159,7 +160,7 @@ class Pool:
         self.live.append(server)
         self.out.pop(server.url, None)
         if held is not None:
-            self._counts["weights/joins"] += 1
+            self.counts["weights/joins"] += 1
             logger.info("%s joins; %d servers answer", server.url, len(self.live))
         self._wake(server.places)
 
@@ -173,8 +174,8 @@ class Pool:
         pauses = await asyncio.gather(*(self._load(server, sealed) for server in self.live))
         if before is not None:
             before.close()
-        self._counts["weights/bytes"] += sealed.size
-        self._counts["weights/pause_s"] += max(pauses, default=0.0)
+        self.counts["weights/bytes"] += sealed.size
+        self.counts["weights/pause_s"] += max(pauses, default=0.0)
         await self._enough()
 
     async def _load(self, server: Server, sealed: SealedWeights) -> float:
@@ -237,8 +238,8 @@ class Pool:
                     raise TrainingError(f"{server.url}: {error} ({_named(request)})") from None
                 except Lost as error:
                     last = f"{server.url}: {error}"
-                    self._counts["rollout/lost_requests"] += 1
-                    self._counts["rollout/lost_tokens"] += error.tokens
+                    self.counts["rollout/lost_requests"] += 1
+                    self.counts["rollout/lost_tokens"] += error.tokens
                     failures[server] += 1
                     await self._check(server, error, sent_at)
                 else:
@@ -313,8 +314,8 @@ class Pool:
         """Return metrics since the last call."""
         served = [server.served for server in self.live]
         imbalance = max(served) * len(served) / sum(served) if any(served) else 1.0
-        counted = {name: self._counts[name] for name in _COUNTED}
-        self._counts.clear()
+        counted = {name: self.counts[name] for name in _COUNTED}
+        self.counts.clear()
         return {"rollout/servers_live": len(served), "rollout/server_imbalance": imbalance, **counted}
 
 
