@@ -278,6 +278,30 @@ def test_an_environment_that_cannot_begin_is_an_error_before_a_model_loads(input
     assert error.endswith("\nKeyError: 'board'")
 
 
+def test_rows_that_neither_their_environment_nor_a_function_scores_are_an_error(problems, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "class Game:\n    def reset(self): ...\n    def respond(self, response): ...\n"
+        "class Scored(Game):\n    def reward(self): return 1\n"
+    )
+    paths = f"environment.path={{game: {tmp_path}/own.py:Game, scored: {tmp_path}/own.py:Scored}}"
+    no_val = "data.val_files=[]"
+
+    def of(source):  # a built-in scorer's, and one that the environment of row 7 leaves without a score
+        def change(row):
+            is_game = row["extra_info"]["index"] == 7
+            return {
+                **row,
+                "environment": "game" if is_game else "scored",
+                **({"data_source": source} if is_game else {}),
+            }
+
+        return change
+
+    assert problems(of("openai/gsm8k"), paths, no_val) == []
+    (error,) = problems(of("chess"), paths, no_val)
+    assert mentions(error, "'game'", "has no reward", "'chess'", "custom_reward_function.path")
+
+
 def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
     (tmp_path / "own.py").write_text(
         "class Own:\n    def reset(self, extra_info): return 'The board.'\n"

@@ -168,11 +168,17 @@ class RLHFDataset:
             columns["raw_prompt_ids"] = encode_raw(prompt, self.tokenizer, self.how)
         return columns
 
-    def data_sources(self) -> set[str]:
-        """Return the distinct values of the column that selects a row's scorer."""
+    def data_sources(self, environment: str | None = None) -> set[str]:
+        """Return the distinct values of the column that selects a row's scorer.
+
+        ``environment``: of the rows whose column of this name has this value.
+        """
+        table = self._table.table
+        if environment is not None:
+            table = table.filter([value == environment for value in table.column("environment").to_pylist()])
         if self.reward_fn_key not in self._table.names:
-            return set(map(source_of, self._table.files))
-        return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
+            return set(map(source_of, self._table.files)) if len(table) else set()
+        return set(table.column(self.reward_fn_key).unique().to_pylist())
 
     def token_lengths(self) -> dict[str, TokenLengths]:
         """See ``MeasuredDataset``."""

@@ -55,11 +55,14 @@ class Blueprint:
             name: _schemas(factory, self.tools) for name, factory in (self.environments or {"": None}).items()
         }
 
-    def gives_rewards(self) -> bool:
-        """Return True if an environment has ``reward`` or TRL's ``get_reward``."""
-        names = ("reward", "get_reward")
-        environments = self.environments.values()
-        return any(callable(getattr(factory, name, None)) for factory in environments for name in names)
+    def without_rewards(self) -> list[str]:
+        """Return the names of the environments that have neither ``reward`` nor TRL's ``get_reward``."""
+        methods = ("reward", "get_reward")
+        return [
+            name
+            for name, factory in self.environments.items()
+            if not any(callable(getattr(factory, method, None)) for method in methods)
+        ]
 
 
 def methods_of(owner: Any) -> dict[str, Callable[..., Any]]:

@@ -38,11 +38,17 @@ class Environments:
     """``sys.path`` of these processes."""
     schemas: Mapping[str, list[dict[str, Any]]]
     """JSON schemas of the tools, by the name of the environment ("": of all rows)."""
-    gives_rewards: bool
+    without_rewards: Collection[str]
+    """Names of the environments that give no rewards."""
     named: Mapping[str, str]
     """The environments, as messages name them, by their names; empty with tools alone."""
     needs: Mapping[str, tuple[Sequence[str], Collection[str]]]
     """Method, as messages name it -> its required parameters, and those that are no columns."""
+
+    @property
+    def gives_rewards(self) -> bool:
+        """True if an environment gives rewards."""
+        return len(self.without_rewards) < len(self.named)
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         """Return the environment of a row, as messages name it."""
@@ -121,7 +127,7 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
         pickled,
         list(sys.path),
         schemas,
-        blueprint.gives_rewards(),
+        blueprint.without_rewards(),
         named,
         {
             f"{named[name]}: {method}": needed

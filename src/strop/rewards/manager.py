@@ -480,8 +480,13 @@ class RewardManager(Reward):
         self.require_scored(sources, has_reward_model=has_reward_model)
         self.composition.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
 
-    def require_scored(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
-        """Raise the errors of ``validate_sources``, without its warnings."""
+    def require_scored(
+        self, sources: Iterable[str], *, has_reward_model: bool = False, by_environment: bool = True
+    ) -> None:
+        """Raise the errors of ``validate_sources``, without its warnings.
+
+        ``by_environment``: the environment of rows of these sources gives rewards, if one does.
+        """
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
             for name in self.composition.required(source, has_rule=has_rule):
@@ -490,7 +495,8 @@ class RewardManager(Reward):
                     self._router.require_ready(source, self._timeout_s)
                 elif scorer is not None and isinstance(scorer.function, BuiltInScorer):
                     scorer.function.require_ready(self._timeout_s)
-            others = [REWARD_MODEL] * has_reward_model + [ENVIRONMENT] * self.by_environment
+            others = [REWARD_MODEL] * has_reward_model
+            others += [ENVIRONMENT] * (self.by_environment and by_environment)
             self.composition.require_scored(
                 source, has_rule=has_rule, others=others, known=self._sources or ()
             )

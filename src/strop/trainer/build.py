@@ -36,7 +36,7 @@ from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.device import pick_device, require_gpu
 from strop.environments.loading import Environments, load_environments
 from strop.environments.pool import EnvironmentPool, row_of
-from strop.errors import Attempts, DataError, ModelError, raised_as
+from strop.errors import Attempts, DataError, ModelError, RewardError, raised_as
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.folder import (
     attention_for,
@@ -48,6 +48,7 @@ from strop.models.folder import (
 from strop.rewards.base import Example, Reward
 from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
+from strop.rewards.manager import RewardManager
 from strop.rewards.router import UnknownSourceError
 from strop.rollout.turn_format import TurnFormat
 from strop.tracking.trackers import resolve_tracker
@@ -428,6 +429,16 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
             if isinstance(dataset, RLHFDataset):
                 dataset.require_sources()
             raise
+        silent = trainer.environments.without_rewards if trainer.environments is not None else ()
+        for name in filter(None, silent):  # of several by name; a single one has all rows
+            if isinstance(dataset, RLHFDataset) and isinstance(reward_fn, RewardManager):
+                own = dataset.data_sources(name)
+                try:
+                    reward_fn.require_scored(own, has_reward_model=has_reward_model, by_environment=False)
+                except RewardError as error:
+                    raise RewardError(
+                        f"rows of the environment {name!r}, which has no reward: {error}"
+                    ) from error
         if len(dataset):
             columns = columns_of(dataset, 0).keys() - {"input_ids"}
             if trainer.environments is not None:
