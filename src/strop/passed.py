@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,3 +27,25 @@ def passing(functions: Mapping[str, Callable[..., Any]]) -> Generator[None]:
     finally:
         for name in added:
             del PASSED[name]
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle functions and classes of a script, a notebook or a user's file, as cloudpickle does.
+
+    Those of ``functools`` that cloudpickle sends by the name of their module, or not at all, are sent, too.
+    """
+    import cloudpickle  # most commands need none
+
+    own = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, functools.cached_property):  # in Python 3.11 it has a lock
+                return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+            if isinstance(obj, type(functools.cache(len))) and obj.__module__ in own:
+                return functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from strop.errors import ConfigError
 
-from scripted import Script, answers, environments_of
+from scripted import Script, answers, call, environments_of
 
 
 class Base:
@@ -81,3 +83,34 @@ def test_reset_gets_the_ground_truth_as_reward_functions_do():
     environments.require_columns(["reward_model"])
     rows = {"reward_model": [{"ground_truth": "17"}], "ground_truth": [None]}
     assert answers(Script(environments, [["a", "b"]], rows=rows).play()) == ["17"]
+
+
+@functools.cache
+def words(n):
+    return ["zero"] if n == 0 else [*words(n - 1), f"word {n}"]
+
+
+class Cached(Base):
+    def reset(self): ...
+
+    @functools.cached_property
+    def last(self):
+        return words(2)[-1]
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def look(self, n: int) -> str:
+        """Look.
+
+        Args:
+            n: The number.
+        """
+        return f"{n} {self.last} {words.cache_parameters()['maxsize']}"
+
+    def respond(self, response):
+        return None
+
+
+def test_cached_functions_of_a_file_reach_the_process():
+    assert answers(Script(environments_of(own=Cached), [[call("look", n=1), "x"]]).play()) == [
+        "1 word 2 None"
+    ]

@@ -17,7 +17,7 @@ from strop.environments.episode import Blueprint, parameters_of
 from strop.environments.gym import load_gym
 from strop.environments.mcp import load_mcp
 from strop.errors import ConfigError, did_you_mean
-from strop.passed import is_function
+from strop.passed import dumps, is_function
 from strop.rewards.arguments import Function
 from strop.rewards.custom import load_module
 from strop.rewards.sandbox import require_bubblewrap
@@ -116,7 +116,7 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
                 "respond(response, turn), so that nothing answers a turn"
             )
     try:
-        pickled = cloudpickle.dumps(blueprint)
+        pickled = dumps(blueprint)
     # Pickling runs user code, which may raise anything.
     except Exception as error:
         raise ConfigError(

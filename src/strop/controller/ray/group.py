@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import ray
 
 from strop.config.schema.trainer import RunConfig
@@ -19,7 +18,7 @@ from strop.controller.ray.handles import Columns, Layout, RemoteColumns, RemoteT
 from strop.controller.ray.host import Listener, Reporter
 from strop.controller.ray.wire import Packed, pack, unpack
 from strop.controller.shards import shard
-from strop.passed import PASSED
+from strop.passed import PASSED, dumps
 from strop.protocol import DataProto
 
 _WORTH_A_PUT = 100_000
@@ -69,7 +68,7 @@ class RayWorkerGroup:
         )
         self._processes.groups.add(self.name)
         # cloudpickle sends a class of a notebook or of __main__ by value: workers cannot import it
-        worker = cloudpickle.dumps((worker_cls, dict(init_kwargs), PASSED))
+        worker = dumps((worker_cls, dict(init_kwargs), PASSED))
         hosts = self._processes.hosts
         added = {
             rank: host.add.remote(self.name, worker, rank, len(hosts)) for rank, host in enumerate(hosts)

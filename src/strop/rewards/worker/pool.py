@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
 from strop.config.machine import usable_cores
 from strop.errors import ConfigError
+from strop.passed import dumps
 from strop.rewards.arguments import Sample, ScoreFunction
 from strop.rewards.scorer import Outcome, Scorer, timed_out
 from strop.rewards.worker.process import Child, read_answer
@@ -127,7 +126,7 @@ class RewardProcess:
         self.max_concurrency = max_concurrency
         self.scorer = Scorer.of(function)
         try:
-            self._function = cloudpickle.dumps(self.scorer)
+            self._function = dumps(self.scorer)
         # Pickling runs user code, which may raise anything.
         except Exception as error:
             functions = self.scorer.own, *self.scorer.parts.values()
