@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 
@@ -225,3 +226,14 @@ def test_estimates_over_turns_are_those_of_plain_loops(seed):
             for turn, value in zip(own, expected[row], strict=True):
                 assert by_turn[row, turn].tolist() == pytest.approx([value] * len(turn), rel=1e-6, abs=1e-9)
         assert by_turn[mask == 0].abs().sum() == 0
+
+
+class Named(Games):
+    def reward(self):
+        return {"score": 1}
+
+
+def test_a_reward_that_is_no_number_is_named():
+    result = Script(environments_of(own=Named), [["x"]]).play()
+    error = json.loads(result.non_tensor_batch["conversation"][0])["error"]
+    assert "reward returned {'score': 1}: expected a number" in error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import random
 import time
+from typing import Literal
 
 import pytest
 
@@ -27,6 +29,15 @@ def f(a: int) -> str:
     """
     time.sleep(0.2)
     return "x"
+
+
+def turn(side: Literal["left", "right"]) -> str:
+    """Turn.
+
+    Args:
+        side: A side.
+    """
+    return side
 
 
 async def g(a: int) -> str:
@@ -182,10 +193,11 @@ def test_a_turn_cut_at_its_limit_ends_the_sample_and_its_call_is_not_run():
         ('<tool_call>{"name": "g", "arguments": {"a": 1}</tool_call>', ["read"]),
         (call("g", a="x"), ["a='x'", "integer"]),
         (call("g", a=True), ["a=True", "integer"]),
+        (call("turn", side="up"), ["side='up' is no 'left' or 'right'"]),
     ],
 )
 def test_a_malformed_call_is_told_and_the_sample_goes_on(said, named):
-    result = Script(environments_of(g), [[said, "end"]]).play()
+    result = Script(environments_of(g, turn), [[said, "end"]]).play()
     assert result.batch["n_malformed"].tolist() == [1]
     assert ended_by(result) == ["stop"]
     (text,) = answers(result)
@@ -278,6 +290,10 @@ class Types:
     def nothing(self) -> None:
         """Return nothing."""
 
+    def array(self) -> list:
+        """Return what is like a list."""
+        return array.array("i", [1, 2])
+
     async def late(self) -> str:
         """Wait."""
         await asyncio.sleep(0.05)
@@ -289,10 +305,10 @@ class Types:
 
 
 def test_results_of_tools_become_text_by_one_rule():
-    script = [call(name) for name in ("mapping", "number", "nothing", "late", "bad")]
+    script = [call(name) for name in ("mapping", "number", "nothing", "array", "late", "bad")]
     result = Script(environments_of(own=Types), [[*script, "end"]]).play()
     *found, error = answers(result)
-    assert found == ['{"a": 1, "b": "é"}', "0.1", "", "late"]
+    assert found == ['{"a": 1, "b": "é"}', "0.1", "", "[1, 2]", "late"]
     assert error == "error: ValueError: no such thing"
     assert result.batch["n_errors"].tolist() == [1]
 

@@ -320,6 +320,8 @@ def _types_of(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _type_in_words(schema: Mapping[str, Any]) -> str:
+    if choices := schema.get("enum"):
+        return " or ".join(map(repr, choices))
     return " or ".join(_types_of(schema)) or "value"
 
 

@@ -261,7 +261,12 @@ class Episode:
         if found is None:
             return None
         found = found.tolist() if hasattr(found, "tolist") else found
-        numbers = [float(value) for value in found] if isinstance(found, list | tuple) else [float(found)]
+        try:
+            numbers = [float(value) for value in (found if isinstance(found, list | tuple) else [found])]
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"reward returned {found!r:.80}: expected a number, or one for each turn"
+            ) from error
         if len(numbers) not in (1, len(turns)):
             raise ValueError(f"reward returned {len(numbers)} numbers for {len(turns)} turns")
         if not all(map(math.isfinite, numbers)):
@@ -289,7 +294,8 @@ def plain(value: Any) -> Any:
     """Return a value of numpy as JSON takes it; of floats the shortest digits."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return value.astype(str).astype(float).tolist() if value.dtype.kind == "f" else value.tolist()
+    is_float = getattr(getattr(value, "dtype", None), "kind", "") == "f"  # torch's have no kind
+    return value.astype(str).astype(float).tolist() if is_float else value.tolist()
 
 
 def as_messages(value: Any) -> list[dict[str, Any]] | None:
