@@ -104,6 +104,10 @@ class Breaks:
         print("x" * 10_000_000)
         return "printed"
 
+    def names_an_object(self) -> str:
+        """Raise with an object, as libraries of HTTP do with a connection."""
+        raise ConnectionError(f"{object()}: refused")
+
     def floods(self) -> str:
         """Return 10 MB."""
         return "x" * 10_000_000
@@ -136,6 +140,7 @@ TOLD = {
     "numbers": "error: TypeError: Object of type generator is not JSON serializable",
     "later": "later",
     "prints": "printed",
+    "names_an_object": "error: ConnectionError: <object object>: refused",
     "floods": "xxx",
     "forks": "parent",
     "forks_late": "parent",

@@ -104,12 +104,16 @@ def test_a_parser_of_the_user_gives_calls_and_malformed_ones():
     def own(text):
         if text == "?":
             raise ValueError("no call")
-        return [("look_up", {"word": text[1:]})] if text.startswith("*") else []
+        if text == "!":
+            raise KeyError("end")
+        return [("look_up", {"word": text[1:]})] if text.startswith("*") else None
 
     parse = find_parser("own.py:own", None, {}, [], lambda given: own)
     assert parse("*12", "", TOOLS).calls[0].arguments == {"word": "12"}
     assert parse("?", "", TOOLS).malformed.endswith("no call")
     assert parse("=1", "", TOOLS).calls == ()
+    with pytest.raises(ConfigError, match=r"environment\.parser: KeyError: 'end' for the turn '!'"):
+        parse("!", "", TOOLS)
     assert set(WRITTEN) == {*NOTATIONS, PYTHONIC}
 
 

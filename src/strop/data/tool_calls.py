@@ -219,9 +219,15 @@ def _calling(function: Callable[[str], Any]) -> Parser:
 
     def parse(text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
         try:
-            found = [(str(name), dict(arguments)) for name, arguments in function(text)]
+            found = [(str(name), dict(arguments)) for name, arguments in function(text) or ()]
         except ValueError as error:
             return Turn(text, malformed=f"the call cannot be read: {_reason(error)}", content=text)
+        # A user's function may raise anything.
+        except Exception as error:
+            raise ConfigError(
+                f"environment.parser: {type(error).__name__}: {error} for the turn {text!r:.200}; expected a "
+                "list of (name, arguments), or a ValueError for a call that cannot be read"
+            ) from error
         return _checked(text, "" if found else text, found, tools)
 
     return parse

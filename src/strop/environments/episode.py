@@ -14,6 +14,7 @@ import functools
 import inspect
 import json
 import math
+import re
 import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -313,9 +314,9 @@ def as_messages(value: Any) -> list[dict[str, Any]] | None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error as the policy reads it."""
+    """Return an error as the policy reads it: without addresses, with which no replay would tell the same."""
     try:
-        reason = " ".join(str(error).split())
+        reason = re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(str(error).split()))
     except BaseException:  # noqa: BLE001 - of a class of the user's
         reason = ""
     return as_text(f"error: {type(error).__name__}: {reason}"[:400].removesuffix(": "))
