@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shlex
+import types
 
 import pytest
 
+from strop.config.load import load_config
 from strop.errors import ConfigError
+from strop.trainer.loop import Run
 
-from scripted import Script, answers, call, environments_of
+from scripted import KEYS, Script, answers, call, environments_of
 
 
 class Base:
@@ -114,3 +118,11 @@ def test_cached_functions_of_a_file_reach_the_process():
     assert answers(Script(environments_of(own=Cached), [[call("look", n=1), "x"]]).play()) == [
         "1 word 2 None"
     ]
+
+
+@pytest.mark.parametrize("path", ["a.py:A", "mcp:python s.py", "{a: 'a.py:A', b: 'mcp:python s.py'}"])
+def test_the_command_of_an_evaluation_has_the_environment_of_the_run(path):
+    config = load_config([*KEYS, f"environment.path={path}", "environment.tools=[python]"])
+    run = types.SimpleNamespace(trainer=types.SimpleNamespace(config=config))
+    keys = shlex.split(Run._environment_keys(run))
+    assert load_config([*KEYS, *keys]).environment == config.environment

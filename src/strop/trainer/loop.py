@@ -339,6 +339,9 @@ class Run(ABC):
             return ""
         keys = [f"environment.{name}" for name in type(config.environment).model_fields]
         values = {key: value_at(config, key) for key in keys if is_written(config, key)}
+        if path := values.get("environment.path"):  # as an override names one or several
+            several = ", ".join(f"{name}: {given!r}" for name, given in path.items())
+            values["environment.path"] = path.get("", f"{{{several}}}")
         return "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
 
     def _publish(self) -> None:
