@@ -440,6 +440,7 @@ def test_wrong_arguments_are_errors_that_name_them(arguments, more, parts):
         ("trainer.default_local_dir=/a/b.c: in use", "out='/a/b.c': in use"),
         ("data.tokenizer=null. x.data.shuffle", "data=dict(tokenizer=None). x.data.shuffle"),
         ("critic.optim.lr=...", "critic=dict(optim=dict(lr=...))"),
+        ("eval:  strop eval R environment.path=a.py:A", "eval:  strop eval R environment.path=a.py:A"),
     ],
 )
 def test_messages_have_keys_as_python_writes_them(text, in_words):
@@ -517,9 +518,10 @@ def test_wrong_environments_are_refused_in_words(monkeypatch, tmp_path):
         def reset(self): ...
 
     monkeypatch.chdir(tmp_path)
-    for named, given in {
-        "max_turn: unknown key": {"path": Own, "max_turn": 3},
-        "expected the class itself": Own(),
-    }.items():
+    for named, given in (
+        ("max_turn: unknown key", {"path": Own, "max_turn": 3}),
+        ("expected the class itself", Own()),
+        ("object of Own: expected the class itself", {"a": Own, "b": Own()}),
+    ):
         with pytest.raises(ConfigError, match=named):
             strop.train("m", [{"prompt": "p"}], len, environment=given)

@@ -310,11 +310,12 @@ class _Given:
         if isinstance(environment, Mapping) and environment.keys() & known:
             self.set("environment", environment)
         elif environment is not None:
-            if not isinstance(environment, type | str | Mapping) and not callable(environment):
-                raise ConfigError(
-                    f"environment is an object of {type(environment).__name__}: expected the class itself, "
-                    "of which each sample gets an object"
-                )
+            for one in environment.values() if isinstance(environment, Mapping) else [environment]:
+                if not isinstance(one, str) and not callable(one):
+                    raise ConfigError(
+                        f"environment is an object of {type(one).__name__}: expected the class itself, "
+                        "of which each sample gets an object"
+                    )
             self.set("environment.path", environment)
         if tools:
             self.set(

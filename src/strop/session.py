@@ -46,8 +46,8 @@ _VALUE = r"\.\.\.|\[[^\]]*\]|\{[^}]*\}|'[^']*'|[^\s,;)]*[^\s,;).:?]"
 
 def in_python(text: str, command: str) -> str:
     """Replace each key in a message by the argument that sets it, as in ``data=dict(prompt_key='q')``."""
-    if not re.search(r"[a-z]\.[a-z]", text):
-        return text  # the first line, before the configuration is imported
+    if not re.search(r"[a-z]\.[a-z]", text) or re.match(r"\w+: +strop ", text):
+        return text  # the first line, before the configuration is imported, or a command
     from strop.config.keys import all_keys
     from strop.config.trees import TREES
 

@@ -10,6 +10,7 @@ import pytest
 
 from strop.config.load import load_config
 from strop.errors import ConfigError
+from strop.passed import passing
 from strop.trainer.loop import Run
 
 from scripted import KEYS, Script, answers, call, environments_of
@@ -126,3 +127,10 @@ def test_the_command_of_an_evaluation_has_the_environment_of_the_run(path):
     run = types.SimpleNamespace(trainer=types.SimpleNamespace(config=config))
     keys = shlex.split(Run._environment_keys(run))
     assert load_config([*KEYS, *keys]).environment == config.environment
+
+
+def test_the_command_of_an_evaluation_names_a_class_of_the_program():
+    with passing({"function:Base-12ab": Base}):
+        config = load_config([*KEYS, "environment.path=function:Base-12ab"])
+    run = types.SimpleNamespace(trainer=types.SimpleNamespace(config=config))
+    assert Run._environment_keys(run) == " environment.path=FILE.py:Base"

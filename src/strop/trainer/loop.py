@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import time
 from abc import ABC, abstractmethod
@@ -342,7 +343,8 @@ class Run(ABC):
         if path := values.get("environment.path"):  # as an override names one or several
             several = ", ".join(f"{name}: {given!r}" for name, given in path.items())
             values["environment.path"] = path.get("", f"{{{several}}}")
-        return "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
+        found = "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
+        return re.sub(r"function:(\w+)-\w+", r"FILE.py:\1", found)
 
     def _publish(self) -> None:
         """Upload the trained model; a failure is a warning, and ``upload_failed`` of the trainer."""
