@@ -434,7 +434,7 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
             if isinstance(dataset, RLHFDataset) and isinstance(reward_fn, RewardManager):
                 own = dataset.data_sources(name)
                 try:
-                    reward_fn.require_scored(own, has_reward_model=has_reward_model, by_environment=False)
+                    reward_fn.require_scored(own, has_reward_model=by_model, by_environment=False)
                 except RewardError as error:
                     raise RewardError(
                         f"rows of the environment {name!r}, which has no reward: {error}"
