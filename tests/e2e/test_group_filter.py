@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from strop.errors import RewardError, TrainingError
 from strop.protocol import DataProto
-from strop.trainer.group_filter import differing_groups
+from strop.trainer.group_filter import GroupFilter, differing_groups
+from strop.trainer.scores import Samples
 
 from killing import kill
 from messages import naming
@@ -35,6 +37,21 @@ def test_groups_differ_in_the_score_or_in_a_part():
     assert differing_groups(batch, 2, "length").tolist() == [False, False]
     with pytest.raises(RewardError, match=naming("metric=other", "score, rule, length")):
         differing_groups(batch, 2, "other")
+
+
+def test_metrics_of_the_rollout_are_those_of_all_batches():
+    settings = SimpleNamespace(metric="score", max_num_gen_batches=0)
+    groups = GroupFilter(settings, size=2, n=2)
+    for scores, live in (([0.0, 1.0, 0.0, 0.0], 2), ([1.0] * 4, 1), ([0.0, 1.0, 0.0, 1.0], 3)):
+        rollout = {"rollout/servers_live": live, "rollout/lost_requests": 1, "weights/bytes": live}
+        found = scored(scores)
+        found.meta_info |= {"reward_metrics": {}, "rollout_metrics": rollout}
+        groups.add(Samples(found))
+    found = groups.take().batch.meta_info["rollout_metrics"]
+    assert found == {"rollout/servers_live": 3, "rollout/lost_requests": 3, "weights/bytes": 6}
+    assert groups.kept  # whose metrics are not those of the next iteration
+    groups.add(Samples(DataProto(groups.kept[0].batch, {}, {"reward_metrics": {}})))
+    assert groups.take().batch.meta_info["rollout_metrics"] == {}
 
 
 REWARD = "def compute_score(solution_str, **sample):\n    return float(len(solution_str) % 2)\n"

@@ -74,6 +74,7 @@ class GroupFilter:
     def _begin(self) -> None:
         self._timer = PhaseTimer()
         self._counts: Counter[str] = Counter()
+        self._rollout: dict[str, float] = {}
 
     @property
     def is_full(self) -> bool:
@@ -99,6 +100,9 @@ class GroupFilter:
             dropped_tokens=int(tokens_B[~differ_B].sum()),
             **{name: int(rewards.get(f"reward/{name}", 0)) for name in ("errors", "timeouts")},
         )
+        for name, value in batch.meta_info.get("rollout_metrics", {}).items():
+            is_state = name.startswith("rollout/server")  # the last one holds; others are counts
+            self._rollout[name] = value if is_state else value + self._rollout.get(name, 0)
         if differ_G.any():
             self.kept.append(batch[differ_B])
         limit = self.settings.max_num_gen_batches
@@ -132,6 +136,7 @@ class GroupFilter:
             "filter/dropped_tokens": float(counts["dropped_tokens"]),
             "filter/groups_carried_over": len(rest) / self.n,
         }
+        taken.meta_info["rollout_metrics"] = self._rollout
         samples = Samples(taken, timer=self._timer)
         self.kept = [rest] if len(rest) else []
         self._begin()
