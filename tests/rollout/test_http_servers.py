@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -143,6 +144,21 @@ def test_no_route_answers_without_the_token(servers):
             for method in methods:
                 assert client.request(method, path).status_code == 401, path
                 assert client.request(method, path, headers={"authorization": "Bearer x"}).status_code == 401
+
+
+def test_a_server_without_its_token_answers_nothing(monkeypatch):
+    from strop.rollout.vllm.server import RequireToken
+
+    monkeypatch.setenv("STROP_TOKEN", "")  # export STROP_TOKEN=$(cat missing)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"authorization", b"Bearer ")]}
+    asyncio.run(RequireToken(None)(scope, None, send))
+    assert sent[0]["status"] == 401
+    assert b"STROP_TOKEN" in sent[1]["body"]
 
 
 def marked(marker):

@@ -96,7 +96,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class RequireToken:
-    """Middleware that answers 401 on every route to requests without the token, if there is one."""
+    """Middleware that answers 401 on every route to requests without the token; to all if there is none."""
 
     def __init__(self, app: Any) -> None:
         self._app, self._token = app, os.environ.get("STROP_TOKEN", "")
@@ -104,11 +104,12 @@ class RequireToken:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
         """Pass on what has the token, and the server's own start and end."""
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        allowed = hmac.compare_digest(given, f"Bearer {self._token}".encode())
-        if scope["type"] == "lifespan" or not self._token or allowed:
+        allowed = self._token and hmac.compare_digest(given, f"Bearer {self._token}".encode())
+        if scope["type"] == "lifespan" or allowed:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b"a token is needed: rollout.http.token_env"})
+            needed = b"rollout.http.token_env" if self._token else b"STROP_TOKEN where the server starts"
+            await send({"type": "http.response.body", "body": b"a token is needed: " + needed})
