@@ -187,6 +187,19 @@ def test_batches_ahead_do_not_depend_on_servers_places_speed_or_a_death(monkeypa
         assert str(of_again) == str(states)
 
 
+def test_pieces_request_no_more_tokens_at_least_than_at_most(monkeypatch):
+    monkeypatch.setattr(engine, "PIECE", 2)
+    server = FakeVLLM()
+    rollout = rollout_on(server, sampling={"min_tokens": 5})
+    for number in range(2):
+        rollout.admit(number, prompts_of([3, 9], n=PARAMS.n), PARAMS)
+    rollout.finish(0, 1)
+    sampling = [body["sampling_params"] for body in server.bodies()]
+    sent = {(one["min_tokens"], one["max_tokens"]) for one in sampling}
+    assert {(5, 12), (2, 2)} <= sent
+    assert all(least <= most for least, most in sent)  # else vLLM refuses the request
+
+
 def test_fewer_slots_begin_later_batches_later(monkeypatch):
     monkeypatch.setattr(engine, "PIECE", 2)
     progress = []
