@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -302,9 +303,10 @@ def test_urls_of_a_file_are_read_again_at_every_transfer(alone, tmp_path, impati
         time.sleep(0.05)
     assert equal(batch(rollout), alone)
     assert second.bodies()
-    names.unlink()
-    rollout.update_weights(tiny_lm("qwen2").named_parameters())
-    assert len(rollout._pool.live) == 2
+    for unreadable in (names.unlink, partial(names.write_text, "# being written\n")):
+        unreadable()
+        rollout.update_weights(tiny_lm("qwen2").named_parameters())
+        assert len(rollout._pool.live) == 2
     names.write_text(f"{second.url}\n")
     rollout.update_weights(tiny_lm("qwen2").named_parameters())
     first.seen.clear()

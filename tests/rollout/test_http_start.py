@@ -39,6 +39,8 @@ def findings(*options):
     [
         ([f"{URLS}=[http://10.0.0.1:8000]"], ["error", "http://10.0.0.1:8000", "token_env"]),
         ([f"{URLS}=[10.0.0.1:8000,http://h:1]"], ["error", "'10.0.0.1:8000'", "http://HOST:PORT"]),
+        ([f"{URLS}=['http://[bad','http://h:99999']"], ["error", "'http://[bad'", "'http://h:99999'"]),
+        ([f"{URLS}=['http://127.0.0.1.example.org']"], ["error", "another machine", "token_env"]),
         ([f"{URLS}=[no/such/file]"], ["error", "no/such/file", "No such file"]),
         (["actor_rollout_ref.rollout.http.min_servers=2"], ["error", "min_servers=2", "1 servers"]),
         (["actor_rollout_ref.rollout.http.token_env=NO_SUCH"], ["error", "token_env=NO_SUCH"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -126,8 +127,12 @@ def _of_urls(urls: Sequence[str], config: Any) -> Iterator[Finding]:
     """Check servers that are given."""
     rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # brackets that are no address, or a port beyond 65535
+            is_url = False
+        if not is_url:
             yield error(f"{_ROLLOUT}.http.urls: {url!r} is no URL; expected http://HOST:PORT")
         elif not is_loopback(url) and not http.token_env and not http.open_network:
             yield error(
@@ -151,7 +156,9 @@ def read_urls(given: Sequence[str]) -> list[str]:
             lines = Path(given[0]).expanduser().read_text().splitlines()
         except OSError as problem:
             raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: {problem.strerror}") from problem
-        given = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not (urls := [line.strip() for line in lines if line.strip() and not line.startswith("#")]):
+            raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: it has no URL; expected one on each line")
+        given = urls
     return [url.rstrip("/") for url in given]
 
 
@@ -162,8 +169,11 @@ def token_of(settings: Any) -> str | None:
 
 def is_loopback(url: str) -> bool:
     """Return True for an address of this machine that others cannot reach."""
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # the name of a host
+        return False
 
 
 def transfer_folder(config: Any) -> Path | None:
