@@ -422,7 +422,7 @@ class TrainActorRolloutRefRolloutHttp(TypedDict, total=False):
     retries: int
     """Failures of a request on one server, or of its health route, before another one is taken."""
     deadline_s: float | None
-    """Seconds for an answer; null: 10 x the slowest so far, at least 60, and patience_s before the first."""
+    """Seconds for an answer; null: 10 x the slowest so far, at least patience_s."""
     patience_s: float
     """Seconds that the rollout waits for servers, and they may take for a transfer."""
     token_env: str | None

@@ -50,7 +50,7 @@ class HTTPConfig(Section, resumes=MAY_CHANGE):
     retries: Annotated[Integer, Field(gt=0, le=100)]
     """Failures of a request on one server, or of its health route, before another one is taken."""
     deadline_s: Seconds | None
-    """Seconds for an answer; null: 10 x the slowest so far, at least 60, and patience_s before the first."""
+    """Seconds for an answer; null: 10 x the slowest so far, at least patience_s."""
     patience_s: Seconds
     """Seconds that the rollout waits for servers, and they may take for a transfer."""
     token_env: Text | None

@@ -22,7 +22,6 @@ from strop.rollout.http.wire import Answer, Connection, Lost, Refused, Request, 
 logger = logging.getLogger(__name__)
 
 _LOOK_S, _PROBE_S, _FACTS_S, _AGAIN_S = 0.2, 10.0, 60.0, 0.5
-_SHORTEST_DEADLINE_S = 60.0
 _FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
 _DEADLY = 3
 """Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
@@ -237,7 +236,7 @@ class Pool:
                 except Refused as error:
                     raise TrainingError(f"{server.url}: {error} ({_named(request)})") from None
                 except Lost as error:
-                    last = f"{server.url}: {error}"
+                    last = f"{server.url}: {error}" + "; raise http.deadline_s" * error.by_deadline
                     self.counts["rollout/lost_requests"] += 1
                     self.counts["rollout/lost_tokens"] += error.tokens
                     failures[server] += 1
@@ -269,10 +268,8 @@ class Pool:
 
     @property
     def _deadline_s(self) -> float:
-        given, patience_s = self._settings.deadline_s, self._settings.patience_s
-        if not self._slowest:
-            return given or patience_s
-        return given or max(10 * self._slowest, min(_SHORTEST_DEADLINE_S, patience_s))
+        # not by the slowest alone: the first answers are short, and another may be a hundred times as long
+        return self._settings.deadline_s or max(10 * self._slowest, self._settings.patience_s)
 
     async def _check(self, server: Server, error: Lost, sent_at: float) -> None:
         """Find out whether a server that lost a request has died."""
