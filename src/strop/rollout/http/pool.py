@@ -68,6 +68,7 @@ class Pool:
         """The reasons why others do not, by URL."""
         self.sealed: SealedWeights | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._is_open = False
         self._left_at = time.monotonic()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._suspects = asyncio.Lock()
@@ -90,6 +91,7 @@ class Pool:
                 break
             self._require_patience(needed)
             await asyncio.sleep(_LOOK_S)
+        self._is_open = True
         for url, error in self.out.items():
             logger.warning("%s does not answer: %s", url, error)
 
@@ -107,7 +109,8 @@ class Pool:
     async def _keep(self, url: str, own: OwnServer | None) -> None:
         """Take a server in whenever it answers, and start one of the run again once it is lost.
 
-        Raises ``ConfigError`` for one with other settings, ``TrainingError`` for one that does not start.
+        Raises ``TrainingError`` for one that does not start, and at the start of the run ``ConfigError`` for
+        one with other settings.
         """
         wire = VLLMWire(Connection(url, self._token, self._settings.proxy), self.vocabulary)
         restarts = 0  # in a row, without an answer between
@@ -116,10 +119,11 @@ class Pool:
             try:
                 await self._join(server)
                 joined = True
-            except (Refused, ConfigError) as error:
-                self.out[url] = ConfigError(f"{url}: {error}; start it as strop docs http_rollout says")
-                raise self.out[url] from error
-            except Exception as error:  # noqa: BLE001 - it is tried again, and named if too few answer
+            except Exception as error:  # it is tried again, and named if too few answer
+                if isinstance(error, Refused | ConfigError) and not self._is_open:
+                    raise ConfigError(f"{url}: {error}; start it as in strop docs http_rollout") from error
+                if self._is_open and str(error) != str(self.out.get(url)):
+                    logger.warning("%s does not join: %s", url, error)
                 self.out[url] = error
             while server in self.live:
                 await asyncio.sleep(_LOOK_S)
