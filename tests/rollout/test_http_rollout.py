@@ -328,6 +328,62 @@ def test_a_server_with_other_settings_is_refused_by_name(facts, named):
         rollout_on(FakeVLLM(), FakeVLLM(**facts))
 
 
+def test_a_server_that_is_refused_during_a_run_is_named_and_joins_once_it_is_right(
+    tmp_path, impatient, caplog
+):
+    first, other, names = FakeVLLM(), FakeVLLM(dtype="bfloat16"), tmp_path / "servers.txt"
+    names.write_text(first.url)
+    rollout = rollout_on(urls=[str(names)])
+    names.write_text(f"{first.url}\n{other.url}\n")
+    rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    deadline = time.monotonic() + 10
+    while other.paths().count("/collective_rpc") < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (line,) = [record.getMessage() for record in caplog.records if "does not join" in record.getMessage()]
+    assert other.url in line
+    assert "bfloat16" in line
+    other.facts["dtype"] = "float32"
+    while len(rollout._pool.live) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/weight_info", {"text": "null"}),
+        ("/weight_info", {"text": "[" * 200_000}),
+        ("/reset_prefix_cache", {"text": "[1]"}),
+        ("/collective_rpc", {"json": {"results": []}}),
+        ("/collective_rpc", {"json": {"error": "busy"}}),
+    ],
+)
+def test_a_server_whose_answer_has_another_form_leaves(path, answer):
+    servers = [FakeVLLM(), FakeVLLM()]
+    rollout = rollout_on(*servers)
+    servers[0].script[path] = [answer]
+    rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
+    assert rollout.checksums() == servers[1].checksums
+    assert list(rollout._pool.out) == [servers[0].url]
+
+
+def test_a_server_of_another_version_of_strop_is_refused():
+    server = FakeVLLM({"/collective_rpc": [{"json": {"results": [{"dtype": "float32"}]}}]})
+    with pytest.raises(ConfigError, match=naming(server.url, "max_num_seqs", "another version of strop")):
+        rollout_on(server)
+
+
+def test_a_sample_may_take_much_longer_than_those_before():
+    rollout = rollout_on(FakeVLLM(), patience_s=600.0)
+    assert rollout._pool._deadline_s == 600
+    batch(rollout)
+    assert rollout._pool._slowest > 0
+    assert rollout._pool._deadline_s == 600
+    rollout._pool._slowest = 90.0
+    assert rollout._pool._deadline_s == 900
+
+
 def test_servers_that_compute_otherwise_than_each_other_are_refused():
     other = FakeVLLM(kernels={"vllm": "0.32.0", "enforce_eager": False})
     with pytest.raises(ConfigError, match=naming("'enforce_eager': False", "'enforce_eager': True")):

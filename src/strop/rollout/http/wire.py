@@ -15,7 +15,8 @@ import httpx2
 from strop.errors import TrainingError
 
 _CONTROL_BYTES, _ANSWER_BYTES, _TOKEN_BYTES = 64 << 20, 1 << 16, 4096
-_AGAIN_S, _ASKED_S = 0.5, 10.0
+_AGAIN_S, _ANSWER_S = 0.5, 10.0
+_NEEDED = {"max_model_len", "max_num_seqs", "kernels"}
 NEUTRAL = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "repetition_penalty": 1.0,
@@ -67,8 +68,8 @@ class Connection:
 
     async def call(
         self, path: str, deadline_s: float, body: Any = None, max_bytes: int = _CONTROL_BYTES
-    ) -> Any:
-        """Return the JSON of an answer, None if it is empty; without a ``body`` the method is GET.
+    ) -> dict[str, Any]:
+        """Return the JSON object of an answer, {} if it is empty; without a ``body`` the method is GET.
 
         Raises ``Lost``, or ``Refused`` for a status from 300 to 499.
         """
@@ -89,10 +90,10 @@ class Connection:
         if response.status_code >= 300:
             kind = Lost if response.status_code >= 500 else Refused
             raise kind(f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}")
-        try:
-            return json.loads(raw) if raw else None
-        except ValueError:
-            raise Lost(f"{path}: no JSON: {bytes(raw[:100])!r}") from None
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(raw or b"{}"), dict):
+                return found
+        raise Lost(f"{path}: no JSON object: {bytes(raw[:100])!r}")
 
 
 class Request(NamedTuple):
@@ -116,13 +117,18 @@ class VLLMWire:
     async def is_healthy(self) -> bool:
         """Return True if the health route answers."""
         with contextlib.suppress(Lost, Refused):
-            await self._connection.call("/health", _ASKED_S)
+            await self._connection.call("/health", _ANSWER_S)
             return True
         return False
 
     async def facts(self, deadline_s: float) -> dict[str, Any]:
-        """Return what ``strop.rollout.vllm.server.Extension`` says of the engine."""
-        return (await self._rpc("strop_facts", deadline_s))[0]
+        """Return what ``strop.rollout.vllm.server.Extension`` reads of the engine."""
+        found = (await self._rpc("strop_facts", deadline_s))[0]
+        if missing := _NEEDED - found.keys():
+            raise Refused(
+                f"its facts have no {', '.join(sorted(missing))}: another version of strop is there"
+            )
+        return found
 
     async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
         """Return ``held_checksums`` of each rank of the engine."""
@@ -130,7 +136,11 @@ class VLLMWire:
         return [{name: int(value) for name, value in part.items()} for part in parts]
 
     async def _rpc(self, method: str, deadline_s: float) -> list[dict[str, Any]]:
-        return (await self._connection.call("/collective_rpc", deadline_s, {"method": method}))["results"]
+        answer = await self._connection.call("/collective_rpc", deadline_s, {"method": method})
+        found = answer.get("results")
+        if not (isinstance(found, list) and found and all(isinstance(part, dict) for part in found)):
+            raise Lost(f"/collective_rpc answers {str(answer)[:200]} to {method}")
+        return found
 
     async def generate(self, request: Request, version: str, deadline_s: float) -> Answer:
         """Return a sample by the weights ``version``.
@@ -199,7 +209,7 @@ class VLLMWire:
         await post("/update_weights", update_info={"path": path, "version": version})
         await post("/finish_weight_update", weight_version=version)
         # keys and values of the old weights
-        while (await post("/reset_prefix_cache") or {}).get("success") is not True:
+        while (await post("/reset_prefix_cache")).get("success") is not True:
             if time.monotonic() - begun > patience_s:
                 raise Lost(f"/reset_prefix_cache had no success within {patience_s:.0f} s")
             await asyncio.sleep(min(_AGAIN_S, patience_s))
@@ -225,6 +235,6 @@ def ask(urls: Sequence[str], token: str | None, proxy: str | None) -> dict[str, 
 
     async def all_facts() -> list[Any]:
         wires = [VLLMWire(Connection(url, token, proxy), 0) for url in urls]
-        return await asyncio.gather(*(wire.facts(_ASKED_S) for wire in wires), return_exceptions=True)
+        return await asyncio.gather(*(wire.facts(_ANSWER_S) for wire in wires), return_exceptions=True)
 
     return dict(zip(urls, asyncio.run(all_facts()), strict=True))
