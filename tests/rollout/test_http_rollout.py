@@ -95,6 +95,30 @@ def test_samples_of_a_prompt_go_to_one_server_and_the_load_is_even():
     assert not set(prompts[0]) & set(prompts[1])
 
 
+def test_imbalance_is_that_of_the_iteration(impatient):
+    first, later = FakeVLLM(max_num_seqs=64), FakeVLLM(max_num_seqs=64)
+    rollout = rollout_on(first, later)
+    later.kill()
+    batch(rollout)
+    later.start()
+    deadline = time.monotonic() + 10
+    while len(rollout._pool.live) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    first.delay = later.delay = 0.1
+    assert batch(rollout).meta_info["rollout_metrics"]["rollout/server_imbalance"] == 1
+
+
+def test_the_limit_of_open_files_is_raised_by_those_that_are_needed_further(monkeypatch):
+    raised = []
+    monkeypatch.setattr(pool.resource, "getrlimit", lambda _: (64, 1000))
+    monkeypatch.setattr(pool.resource, "setrlimit", lambda _, limits: raised.append(limits))
+    pool._allow_files(63)
+    assert 63 < raised[0][0] < raised[0][1] == 1000
+    with pytest.raises(ConfigError, match="1000"):
+        pool._allow_files(999)
+
+
 def test_finished_and_advanced_are_called_for_every_sample():
     rollout, reported, done = rollout_on(FakeVLLM()), [], []
     rollout.advanced = lambda samples, tokens: done.append((samples, tokens))

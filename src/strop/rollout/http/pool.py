@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import resource
 import time
 from collections import Counter, defaultdict, deque
@@ -40,6 +41,8 @@ class Server:
     places: int = 1
     running: int = 0
     served: int = 0
+    counted: int = 0
+    """Of ``served``, those of metrics that were taken."""
     answered_at: float = 0.0
 
 
@@ -313,7 +316,9 @@ class Pool:
 
     def take_counts(self) -> dict[str, float]:
         """Return metrics since the last call."""
-        served = [server.served for server in self.live]
+        served = [server.served - server.counted for server in self.live]
+        for server in self.live:
+            server.counted = server.served
         imbalance = max(served) * len(served) / sum(served) if any(served) else 1.0
         counted = {name: self.counts[name] for name in _COUNTED}
         self.counts.clear()
@@ -321,7 +326,8 @@ class Pool:
 
 
 def _allow_files(needed: int) -> None:
-    """Raise the limit of open files; ``ConfigError`` if the system does not allow as many."""
+    """Raise the limit of open files; ``ConfigError`` if the system does not allow so many more."""
+    needed += len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(_FILES)
     if 0 <= hard < needed:  # -1: no limit
         raise ConfigError(
