@@ -127,7 +127,7 @@ class HTTPRollout(QueuedRollout):
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until each sample of the oldest batch has ended; each turn is answered as it ends.
 
-        Samples of later batches are generated in pieces, and then cut to what the clock says of them.
+        Samples of later batches are generated in pieces, and then cut to what they are due.
         """
         self._weights.ledger.require_complete()
         oldest, n_first = batches[0], len(batches[0].lengths)

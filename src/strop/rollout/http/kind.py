@@ -110,10 +110,10 @@ class HTTPKind(RolloutKind):
 
     def outside(self, config: Any) -> Iterator[Finding]:
         """See ``RolloutKind.outside``: compare the facts of the servers that are given."""
-        from strop.rollout.http.wire import Lost, ask, differences
+        from strop.rollout.http.wire import Lost, differences, facts_of
 
         http, expected = config.actor_rollout_ref.rollout.http, expected_facts(config)
-        for url, found in ask(read_urls(http.urls), token_of(http), http.proxy).items():
+        for url, found in facts_of(read_urls(http.urls), token_of(http), http.proxy).items():
             if isinstance(found, Exception):
                 finding = warning if isinstance(found, Lost) else error
                 yield finding(f"{_ROLLOUT}.http.urls: {url} gives no facts: {found}")

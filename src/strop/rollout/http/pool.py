@@ -281,7 +281,7 @@ class Pool:
     async def _check(self, server: Server, error: Lost, sent_at: float) -> None:
         """Find out whether a server that lost a request has died."""
         if error.by_deadline:
-            if server.answered_at < sent_at:  # else it is alive, whatever its health route says
+            if server.answered_at < sent_at:  # else it is alive, whatever its health route answers
                 silence_s = time.monotonic() - sent_at
                 self._lose(server, Lost(f"no answer since {silence_s:.0f} s"), sent_at)
             return

@@ -47,7 +47,7 @@ class Refused(Exception):
 
 
 class Connection:
-    """Requests to a server, as many at once as are made, each on a connection of its own.
+    """Requests to a server, as many at once as are made, each on a connection for it alone.
 
     Connections that are kept would save less than a millisecond, and the server may close one as it is used.
     """
@@ -166,7 +166,7 @@ class VLLMWire:
         except (TypeError, KeyError, IndexError, AttributeError):
             raise Lost(f"an answer of another form: {str(answer)[:200]}") from None
         if reason == "abort":
-            raise Lost("it aborted a request that nobody aborted", tokens=len(ids))
+            raise Lost("it aborted a request without being requested to", tokens=len(ids))
         other = ", ".join(versions - {version})
         if other and "/" not in other:  # the version that a server starts with
             raise Lost(f"its weights are {other}, not {version}", is_stale=True)
@@ -230,7 +230,9 @@ def differences(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Sequen
     ]
 
 
-def ask(urls: Sequence[str], token: str | None, proxy: str | None) -> dict[str, dict[str, Any] | Exception]:
+def facts_of(
+    urls: Sequence[str], token: str | None, proxy: str | None
+) -> dict[str, dict[str, Any] | Exception]:
     """Return the facts of every server, or the error instead."""
 
     async def all_facts() -> list[Any]:

@@ -195,8 +195,8 @@ def no_attention_on_a_cpu(width: int) -> str:
     """Return the error for a model whose attention heads have a ``width`` that vLLM lacks on CPUs."""
     known = ", ".join(map(str, HEAD_SIZES_ON_A_CPU))
     return (
-        f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {known} dimensions, and this model's "
-        f"have {width}; set {_ROLLOUT}.name=hf"
+        f"on a CPU vLLM's attention takes heads of {known} dimensions, and this model's have {width}; set "
+        f"{_ROLLOUT}.name=hf"
     )
 
 
