@@ -41,6 +41,7 @@ def rollout_on(
     folder: Any = None,
     token: Any = None,
     slots: int = 8,
+    own: Any = (),
     **given: Any,
 ) -> Any:
     """A rollout with the weights of ``tiny_lm("qwen2")`` on these servers."""
@@ -50,7 +51,7 @@ def rollout_on(
     expected, verify = EXPECTED | model_facts(model.config), partial(require_held, weights, torch.float32)
     rollout = HTTPRollout(
         weights,
-        Pool(SimpleNamespace(**settings), expected, model.config.vocab_size, token, verify=verify),
+        Pool(SimpleNamespace(**settings), expected, model.config.vocab_size, token, own, verify),
         dtype=torch.float32,
         slots=slots,
         pad_token_id=PAD,

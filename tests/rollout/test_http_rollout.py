@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,6 +307,22 @@ def test_a_server_started_again_between_two_batches_is_noticed_by_its_version(al
     found = batch(rollout)
     assert equal(found, alone)
     assert server.checksums
+
+
+def test_a_started_server_that_refuses_weights_is_not_sent_them_again_and_again():
+    server, other = FakeVLLM(), FakeVLLM()
+    own = SimpleNamespace(
+        url=server.url, has_ended=False, last_lines=str, stop=lambda: None, start=lambda: None
+    )
+    rollout = rollout_on(other, own=[own])
+    deadline = time.monotonic() + 10
+    while len(rollout._pool.live) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    server.script["/update_weights"] = [{"status": 500, "text": "no kernel image"}]
+    rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
+    time.sleep(1.5)
+    assert server.paths().count("/update_weights") == 3  # right, refused, and refused after its restart
 
 
 def test_all_servers_gone_is_an_error_that_names_them():

@@ -144,13 +144,14 @@ class Pool:
                 await asyncio.sleep(2.0**restarts - 2)
                 await asyncio.to_thread(own.stop)  # it may hang
                 own.start()
-            else:  # it is starting
-                await asyncio.sleep(_LOOK_S)
+            else:  # it is starting, or refuses the weights
+                await asyncio.sleep(_PROBE_S if server.answered_at else _LOOK_S)
 
     async def _join(self, server: Server) -> None:
         """Compare the facts of a server, bring it the weights, and take it in."""
         patience_s = self._settings.patience_s
         facts = await server.wire.facts(min(patience_s, _FACTS_S))
+        server.answered_at = time.monotonic()
         self._expected.setdefault("kernels", facts["kernels"])  # equal results need equal ones
         if found := differences(facts, self._expected):
             raise ConfigError(f"it is another engine: {'; '.join(found)}")
