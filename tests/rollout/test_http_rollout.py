@@ -545,7 +545,7 @@ def test_a_joiner_that_holds_other_weights_stays_out(impatient):
 
 def test_weights_on_a_disk_are_a_file_of_the_folder_which_goes_with_the_next(tmp_path):
     server = FakeVLLM()
-    (tmp_path / "killed-7.safetensors").touch()  # of a run that was killed
+    (tmp_path / "0123abcd-7.safetensors").touch()  # of a run that was killed
     rollout = rollout_on(server, folder=tmp_path)
     (first,) = tmp_path.iterdir()
     rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())

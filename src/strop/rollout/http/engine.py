@@ -76,7 +76,8 @@ class HTTPRollout(QueuedRollout):
         self._sampling_options, self._slots = dict(sampling or {}), slots
         self._sealed: SealedWeights | None = None
         self._name, self._transfers = secrets.token_hex(4), 0
-        for left in folder.glob("*.safetensors") if folder else ():  # of a run that was killed
+        left_names = f"{'[0-9a-f]' * 8}-*.safetensors"  # of a run that was killed
+        for left in folder.glob(left_names) if folder else ():
             left.unlink()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
