@@ -126,7 +126,7 @@ def test_a_servers_environment_has_nothing_of_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = start.environment("secret", tmp_path)
+    found = start.environment("secret", tmp_path, "mark")
     assert not found.keys() & {"VLLM_LOGGING_LEVEL", "https_proxy", "RANK"}
     assert found["HF_HUB_OFFLINE"] == "1"
     assert found["STROP_TOKEN"] == "secret"
@@ -189,6 +189,23 @@ def test_a_guard_leaves_no_process_and_no_shared_memory(tmp_path, end):
         time.sleep(0.05)
     run.kill()
     run.wait()
+
+
+def test_a_guard_that_is_killed_leaves_nothing_after_the_server_is_stopped(tmp_path):
+    command = [sys.executable, "-c", SERVER, f"{os.getpid()}_own", str(tmp_path)]
+    server = start.OwnServer(command, "secret", tmp_path / "log")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes = [int(word) for word in (tmp_path / "ready").read_text().split()]
+    server._guard.kill()
+    server._guard.wait()
+    assert _runs(processes[1])
+    server.stop()
+    assert not any(map(_runs, processes))
+    assert not Path(f"/dev/shm/strop_test_{os.getpid()}_own").exists()
+    assert not server._folder.exists()
 
 
 def _runs(process):

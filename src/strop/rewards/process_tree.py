@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 
 MARKER = "STROP_REWARD_WORKER"
-"""Environment variable of a scoring process and its descendants, with a unique value."""
+"""Environment variable of a process of the run and its descendants, with a unique value."""
 
 _SWEEPS = 20
 _END_MS = 10_000  # a process that holds much memory takes a while to end
@@ -33,12 +33,17 @@ def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         kill_held(started)
-        for _ in range(_SWEEPS):  # a descendant may fork meanwhile
-            found = marked_processes(marker)
-            if not found:
-                break
-            kill_held(_hold(found))
+        kill_marked(marker)
     return status
+
+
+def kill_marked(marker: str) -> None:
+    """Kill the processes with the marker in their environment."""
+    for _ in range(_SWEEPS):  # one may fork meanwhile
+        found = marked_processes(marker)
+        if not found:
+            break
+        kill_held(_hold(found))
 
 
 _adopting = threading.Lock()

@@ -17,12 +17,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import strop
-from strop.rewards.process_tree import descendants, hold_descendants, kill_held, read_process_file
+from strop.rewards.process_tree import (
+    MARKER,
+    descendants,
+    hold_descendants,
+    kill_held,
+    kill_marked,
+    marked_processes,
+    read_process_file,
+)
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 1.0
@@ -43,7 +52,7 @@ def command(arguments: Mapping[str, Any], more: Sequence[str]) -> list[str]:
     return [*line, *more]
 
 
-def environment(token: str, folder: Path) -> dict[str, str]:
+def environment(token: str, folder: Path, marker: str) -> dict[str, str]:
     """Return the variables of a server: the run's, without its vLLM, its ranks and its proxies."""
     kept = {
         name: value
@@ -54,6 +63,7 @@ def environment(token: str, folder: Path) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "STROP_TOKEN": token,
+        MARKER: marker,
         "TMPDIR": str(folder),
         "VLLM_RPC_BASE_PATH": str(folder),
         "VLLM_SERVER_DEV_MODE": "1",
@@ -68,6 +78,7 @@ class OwnServer:
     def __init__(self, command: Sequence[str], token: str, log: Path) -> None:
         """Start it; ``log`` gets its output."""
         self._command, self._token, self._log = command, token, log
+        self._marker = uuid.uuid4().hex
         self._folder = Path(tempfile.mkdtemp(prefix="strop-http-"))  # short: a socket's path has 107 bytes
         self.url = f"unix:{self._folder}/server.sock"
         self.start()
@@ -83,7 +94,7 @@ class OwnServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=environment(self._token, self._folder),
+                env=environment(self._token, self._folder, self._marker),
                 start_new_session=True,  # Ctrl-C in a terminal is meant for the run
             )
 
@@ -99,21 +110,31 @@ class OwnServer:
         return ""
 
     def stop(self) -> None:
-        """End all of its processes."""
+        """End all of its processes, and what a guard that was killed has left."""
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(_END_S)
+        names = shared_names(marked_processes(self._marker))
+        kill_marked(self._marker)
+        _delete(names, self._folder)
 
 
-def shared_names(root: int) -> set[str]:
-    """Return the files below /dev/shm that the descendants of a process have mapped."""
+def shared_names(processes: Iterable[int]) -> set[str]:
+    """Return the files below /dev/shm that processes have mapped."""
     names: set[str] = set()
-    for process in descendants(root):
+    for process in processes:
         with contextlib.suppress(OSError):
             names.update(re.findall(r"(/dev/shm/\S+)$", read_process_file(f"{process}/maps").decode(), re.M))
     return names
+
+
+def _delete(names: Iterable[str], folder: str | Path) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _guard(folder: str, command: list[str]) -> None:
@@ -129,15 +150,12 @@ def _guard(folder: str, command: list[str]) -> None:
     )
     try:
         while server.poll() is None and not select.select([0], [], [], LOOK_S)[0]:
-            names |= shared_names(own_id)
+            names |= shared_names(descendants(own_id))
     finally:
-        names |= shared_names(own_id)
+        names |= shared_names(descendants(own_id))
         while held := hold_descendants(own_id):
             kill_held(held)
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete(names, folder)
 
 
 if __name__ == "__main__":
