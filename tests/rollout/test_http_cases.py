@@ -60,7 +60,7 @@ def test_h01_proxy_variables_do_not_reach_servers(case, monkeypatch, tmp_path):
     batch(rollout)
     assert counts(rollout)["rollout/servers_live"] == 3
     assert counts(rollout)["rollout/lost_requests"] == case["right"]["lost_requests"]
-    child = start.environment("token", tmp_path)
+    child = start.environment("token", tmp_path, "mark")
     assert not [name for name in child if name.lower().endswith("_proxy")]
 
 

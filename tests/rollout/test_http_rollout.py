@@ -439,7 +439,11 @@ def test_another_kind_of_server_is_refused():
 def test_a_token_goes_with_every_request_and_its_lack_is_named():
     server = FakeVLLM(token="secret")
     batch(rollout_on(server, token="secret"))
-    assert all(seen["headers"]["authorization"] == "Bearer secret" for seen in server.seen)
+    stranger, *others = server.seen  # what the first one asks is refused
+    assert (stranger["path"], stranger["headers"]["authorization"]) == ("/health", "")
+    assert all(seen["headers"]["authorization"] == "Bearer secret" for seen in others)
+    with pytest.raises(ConfigError, match=naming("without the token", "RequireToken")):
+        rollout_on(FakeVLLM(), token="secret")
     with pytest.raises(ConfigError, match=naming(server.url, "401", "strop docs http_rollout")):
         rollout_on(server, token="other")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from strop.errors import TrainingError
+from strop.errors import ConfigError, TrainingError
 
 _CONTROL_BYTES, _ANSWER_BYTES, _TOKEN_BYTES = 64 << 20, 1 << 16, 4096
 _AGAIN_S, _ANSWER_S = 0.5, 10.0
@@ -54,7 +54,7 @@ class Connection:
 
     def __init__(self, url: str, token: str | None, proxy: str | None = None) -> None:
         """``url``: http or https, or ``unix:`` and the path of a socket."""
-        self.url = url
+        self.url, self.has_token = url, token is not None
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx2.AsyncClient(
@@ -67,17 +67,24 @@ class Connection:
         )
 
     async def call(
-        self, path: str, deadline_s: float, body: Any = None, max_bytes: int = _CONTROL_BYTES
+        self,
+        path: str,
+        deadline_s: float,
+        body: Any = None,
+        max_bytes: int = _CONTROL_BYTES,
+        *,
+        with_token: bool = True,
     ) -> dict[str, Any]:
         """Return the JSON object of an answer, {} if it is empty; without a ``body`` the method is GET.
 
         Raises ``Lost``, or ``Refused`` for a status from 300 to 499.
         """
         method, raw = "GET" if body is None else "POST", bytearray()
+        headers = None if with_token else {"authorization": ""}
         try:
             async with (
                 asyncio.timeout(deadline_s),
-                self._client.stream(method, path, json=body) as response,
+                self._client.stream(method, path, json=body, headers=headers) as response,
             ):
                 async for part in response.aiter_bytes():
                     raw += part
@@ -122,7 +129,17 @@ class VLLMWire:
         return False
 
     async def facts(self, deadline_s: float) -> dict[str, Any]:
-        """Return what ``strop.rollout.vllm.server.Extension`` reads of the engine."""
+        """Return what ``strop.rollout.vllm.server.Extension`` reads of the engine.
+
+        Raises ``ConfigError`` for a server that answers without the token: others could give it weights.
+        """
+        with contextlib.suppress(Refused):
+            if self._connection.has_token:
+                await self._connection.call("/health", deadline_s, with_token=False)
+                raise ConfigError(
+                    "it answers without the token: start it with STROP_TOKEN and --middleware "
+                    "strop.rollout.vllm.server.RequireToken"
+                )
         found = (await self._rpc("strop_facts", deadline_s))[0]
         if missing := _NEEDED - found.keys():
             raise Refused(
