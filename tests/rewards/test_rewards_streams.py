@@ -93,7 +93,7 @@ def test_each_sample_has_its_own_outcome_and_is_scored_once(
     kinds = generator.choices(list(BEHAVIOURS), [20, 3, 1, 1], k=60)
     kinds[generator.randrange(60)] = "timeout"
     feed = samples([BEHAVIOURS[kind] for kind in kinds], tmp_path / "log", padding)
-    found = list(make(workers, timeout_s=0.4 if workers == 1 else 1.0).evaluate_all(feed))
+    found = list(make(workers, timeout_s=1.5).evaluate_all(feed))
     assert [outcome.status for outcome in found] == kinds
     for number, outcome in enumerate(found):
         if outcome.status == "scored":

@@ -136,7 +136,7 @@ def test_what_only_a_gpu_computes_is_refused_before_models_load(refusal, monkeyp
 def test_heads_that_vllm_lacks_on_a_cpu_are_refused_by_the_check(inputs, tmp_path):
     options = overrides(inputs, tmp_path, "actor_rollout_ref.rollout.name=vllm")
     (wrong,) = [line for line in check(load_config(options)).errors if "heads of 32" in line]
-    assert mentions(wrong, "rollout.name=vllm", "16", "hf")
+    assert mentions(wrong, "vLLM's attention", "have 16", "rollout.name=hf")
     options = [*options, "trainer.device=cuda"]
     assert not any("heads of 32" in line for line in check(load_config(options)).errors)
 
