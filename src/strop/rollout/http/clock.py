@@ -1,4 +1,4 @@
-"""How far samples of later batches get while the oldest is generated: a function of the queue alone."""
+"""Tokens of later batches while the oldest is generated: a function of the queue alone."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from strop.rollout.episodes import Episodes
 from strop.rollout.http.clock import due
 from strop.rollout.http.kind import KIND, expected_facts, token_of, transfer_folder
 from strop.rollout.http.pool import Pool
-from strop.rollout.http.sealed import SealedWeights
+from strop.rollout.http.sealed import SealedWeights, delete_left, new_name
 from strop.rollout.http.start import OwnServer, command
 from strop.rollout.http.wire import ARGUMENTS, NEUTRAL, Answer, Request
 from strop.rollout.in_flight import InFlight
@@ -75,10 +75,9 @@ class HTTPRollout(QueuedRollout):
         self._weights, self._pool, self._dtype, self._folder = weights, pool, dtype, folder
         self._sampling_options, self._slots = dict(sampling or {}), slots
         self._sealed: SealedWeights | None = None
-        self._name, self._transfers = secrets.token_hex(4), 0
-        left_names = f"{'[0-9a-f]' * 8}-*.safetensors"  # of a run that was killed
-        for left in folder.glob(left_names) if folder else ():
-            left.unlink()
+        self._name, self._transfers = new_name(), 0
+        if folder is not None:
+            delete_left(folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
         self._closing = weakref.finalize(self, _close, self._loop, pool)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NAME_BYTES = 4
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -69,3 +71,14 @@ class SealedWeights:
         self._file.close()
         if not self._in_memory:
             Path(self.path).unlink(missing_ok=True)
+
+
+def new_name() -> str:
+    """Return a name that no other run's versions begin with."""
+    return secrets.token_hex(_NAME_BYTES)
+
+
+def delete_left(folder: Path) -> None:
+    """Delete the files that a killed run has left in ``folder``."""
+    for left in folder.glob(f"{'[0-9a-f]' * 2 * _NAME_BYTES}-*.safetensors"):
+        left.unlink()

@@ -1,4 +1,4 @@
-"""What vLLM's server takes and answers. Another kind of server is another class like ``VLLMWire``."""
+"""Requests and answers of vLLM's server. Another kind of server is another class like ``VLLMWire``."""
 
 from __future__ import annotations
 
