@@ -510,7 +510,7 @@ class TrainActorRolloutRefRollout(TypedDict, total=False):
     response_length: int
     """Follows data.max_response_length, which is the key to set."""
     weight_transfer: Literal["auto", "broadcast", "object_store", "memory", "disk"]
-    """Way of weights; auto: broadcast (NCCL) between GPUs, else Ray's store; memory or disk to servers."""
+    """Way of weights; auto: broadcast between GPUs, else Ray's store; memory, disk, broadcast to servers."""
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
     log_prob_micro_batch_size: int | None

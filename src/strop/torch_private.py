@@ -57,6 +57,15 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def gloo_options(address: str, timeout: timedelta) -> Any:
+    """Return options of ``ProcessGroupGloo`` at an own address, whatever the host's name and GLOO_* say."""
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=address)]
+    options._timeout = timeout
+    return options
+
+
 def pin(address: int, size: int) -> Callable[[], None]:
     """Pin memory for transfers to a GPU; return what unpins it."""
     from torch.cuda._pin_memory_utils import pin_memory, unpin_memory

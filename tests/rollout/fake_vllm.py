@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from strop.errors import ModelError
+from strop.rollout.transfer.broadcast import received_file
 from strop.rollout.weights import checksums
 
 GENERATE = "/inference/v1/generate"
@@ -142,11 +144,10 @@ class FakeVLLM:
             found = self.facts if body["method"] == "strop_facts" else self.checksums
             return {"json": {"results": [found]}}
         if path == "/update_weights":
-            info = body["update_info"]
-            with safe_open(info["path"], "pt") as file:
-                assert file.metadata()["version"] == info["version"]
-                names = list(file.keys())
-                self._pending = checksums(((name, file.get_tensor(name)) for name in names), torch.float32)
+            try:
+                self._pending = await asyncio.to_thread(self.loaded, **body["update_info"])
+            except ModelError as error:
+                return {"status": 500, "text": str(error)}
         elif path == "/finish_weight_update" and self._pending is not None:
             self.checksums, self._pending, self.version = self._pending, None, body["weight_version"]
         elif path in ("/pause", "/resume"):
@@ -162,6 +163,15 @@ class FakeVLLM:
                 return {"hang": True}
             return {"json": self.sample(body)}
         return {"json": {}}
+
+    def loaded(self, version: str, path: str = "", sender: Any = None) -> dict[str, int]:
+        """Return the checksums of the weights of a file, as an update does to the engine."""
+        with (
+            received_file(sender, 0) if sender else contextlib.nullcontext(path) as found,
+            safe_open(found, "pt") as file,
+        ):
+            assert file.metadata()["version"] == version
+            return checksums(((name, file.get_tensor(name)) for name in list(file.keys())), torch.float32)
 
     def sample(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = body["sampling_params"]

@@ -42,6 +42,7 @@ def rollout_on(
     token: Any = None,
     slots: int = 8,
     own: Any = (),
+    broadcasts: bool = False,
     **given: Any,
 ) -> Any:
     """A rollout with the weights of ``tiny_lm("qwen2")`` on these servers."""
@@ -51,7 +52,15 @@ def rollout_on(
     expected, verify = EXPECTED | model_facts(model.config), partial(require_held, weights, torch.float32)
     rollout = HTTPRollout(
         weights,
-        Pool(SimpleNamespace(**settings), expected, model.config.vocab_size, token, own, verify),
+        Pool(
+            SimpleNamespace(**settings),
+            expected,
+            model.config.vocab_size,
+            token,
+            own,
+            verify,
+            broadcasts=broadcasts,
+        ),
         dtype=torch.float32,
         slots=slots,
         pad_token_id=PAD,

@@ -16,6 +16,9 @@ from strop.config.load import load_config
 from strop.models.loader import load_causal_lm, load_tokenizer
 from strop.rollout.base import RolloutSpec, SamplingParams
 from strop.rollout.http import start
+from strop.rollout.transfer import broadcast
+from strop.rollout.transfer.broadcast import Channel
+from strop.rollout.weights import checksums
 
 import forked
 import tiny_model
@@ -199,6 +202,17 @@ def test_a_killed_server_changes_no_sample_and_comes_back(servers, expected):
     assert servers.checksums() == expected[1]
 
 
+def test_both_processes_of_a_server_are_sent_the_weights(inputs, weights):
+    from strop.rollout.http.engine import HTTPRollout
+
+    options = ("tensor_model_parallel_size=2", "weight_transfer=broadcast", "http.start.n=1")
+    rollout = built(HTTPRollout, inputs, HTTP[0], *(f"actor_rollout_ref.rollout.{one}" for one in options))
+    rollout.update_weights(weights)
+    assert rollout.checksums() == checksums(weights, torch.float32)
+    assert counts(rollout)["weights/bytes"] == 2 * os.stat(rollout._pool.sealed.path).st_size
+    rollout._closing()
+
+
 def test_a_killed_run_leaves_nothing(inputs, tmp_path):
     before = set(Path("/tmp").glob("strop-http-*"))
     options = overrides(
@@ -268,6 +282,46 @@ def test_a_run_is_that_of_the_engine_in_the_process(inputs, tmp_path, runs_in_pr
     kept = [{k: v for k, v in line.items() if not k.startswith(own)} for line in found[1]]
     assert kept == runs_in_process[more][1]
     assert sum(line.get("weights/bytes", 0) for line in found[1]) > 0
+
+
+@pytest.mark.parametrize(("n", "is_killed"), [(1, False), (2, False), (1, True), (2, True)])
+def test_a_run_by_broadcast_is_that_by_memory_also_if_a_server_dies_amid_a_transfer(
+    inputs, tmp_path, runs_in_process, monkeypatch, n, is_killed
+):
+    if () not in runs_in_process:
+        runs_in_process[()] = run_of(inputs, tmp_path / "vllm", *SMALL, "actor_rollout_ref.rollout.name=vllm")
+    sent, parts = [], Channel.send
+
+    def send(channel, weights, max_bytes):
+        first, *others = weights
+        sent.append(first)
+
+        def breaking():
+            yield first
+            if is_killed and len(sent) == 3 * n:
+                (own, *_) = set(Path("/tmp").glob("strop-http-*")) - before
+                for pid in marked(f"TMPDIR={own}".encode()):
+                    if b"http.start" not in Path(f"/proc/{pid}/cmdline").read_bytes():  # the guard
+                        os.kill(pid, signal.SIGKILL)
+            yield from others
+
+        parts(channel, breaking(), max_bytes)
+
+    monkeypatch.setattr(Channel, "send", send)
+    monkeypatch.setattr(broadcast, "PART_BYTES", 20_000)
+    before = set(Path("/tmp").glob("strop-http-*"))
+    options = (
+        f"actor_rollout_ref.rollout.http.start.n={n}",
+        "actor_rollout_ref.rollout.weight_transfer=broadcast",
+    )
+    found = run_of(inputs, tmp_path / "http", *SMALL, *HTTP, *options)
+    assert found[0] == runs_in_process[()][0]
+    joins, live = (
+        [line[name] for line in found[1] if name in line]
+        for name in ("weights/joins", "rollout/servers_live")
+    )
+    assert sum(joins) >= (is_killed and n == 1)
+    assert (min(live) < 2 <= n) is (is_killed and n == 2)
 
 
 AHEAD = (*SMALL, *APART[:-1], "trainer.async_steps=4", *HTTP, "actor_rollout_ref.rollout.http.slots=16")

@@ -24,6 +24,7 @@ from messages import naming
 HTTP = "actor_rollout_ref.rollout.name=http"
 URLS = "actor_rollout_ref.rollout.http.urls"
 CPU = "trainer.device=cpu"
+BROADCAST = "actor_rollout_ref.rollout.weight_transfer=broadcast"
 
 
 def findings(*options):
@@ -79,10 +80,13 @@ def test_what_cannot_work_is_refused_before_a_model_loads(options, named):
         (f"{URLS}=['http://localhost:8000','https://[::1]:8001']",),
         (f"{URLS}=[http://10.0.0.1:8000]", "actor_rollout_ref.rollout.http.open_network=True"),
         ("trainer.async_steps=1", "actor_rollout_ref.hybrid_engine=False"),
+        (f"{URLS}=[http://10.0.0.1:8000]", "actor_rollout_ref.rollout.http.open_network=True", BROADCAST),
     ],
 )
 def test_what_works_is_not(options):
-    assert "error" not in findings(*options).replace("async_steps=1", "")
+    found = findings(*options)
+    assert "error" not in found.replace("async_steps=1", "")
+    assert "weight_transfer" not in found
 
 
 def test_keys_of_http_are_reported_with_another_rollout():
@@ -98,6 +102,7 @@ def test_weights_go_by_memory_to_this_machine_and_else_by_disk(tmp_path):
     assert transfer_folder(other) == tmp_path / "weights"
     disk = "actor_rollout_ref.rollout.weight_transfer=disk"
     assert transfer_folder(load_config([HTTP, run, disk])) == tmp_path / "weights"
+    assert transfer_folder(load_config([HTTP, run, f"{URLS}=[http://10.0.0.1:1]", BROADCAST])) is None
 
 
 def test_a_file_of_urls_has_comments_and_empty_lines(tmp_path):

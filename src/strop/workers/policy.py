@@ -23,7 +23,7 @@ from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_refere
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
-from strop.controller.rendezvous import open_store, stay_on_this_machine
+from strop.controller.rendezvous import open_store
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
 from strop.environments.loading import Environments
@@ -326,7 +326,6 @@ class ActorRolloutRefWorker(RoleWorker):
         if self.role is Role.Rollout:
             self._channel = Channel.to_sender(address, port, 1 + self.rank, size, self.device)
         elif self.rank == 0:
-            stay_on_this_machine(address)
             self._channel = Channel(self._store, 0, size, self.device)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -32,6 +32,7 @@ from strop.config.schema.base import (
     needs,
     no_effect,
     refused,
+    rollout_honours,
     rollout_keys,
 )
 from strop.config.schema.model import ModelConfig
@@ -93,14 +94,14 @@ class RolloutConfig(Section, resumes=MAY_CHANGE):
             "if broadcast or object_store, unless hybrid_engine=False, and actor and rollout have separate "
             "pools on Ray",
             lambda at: (
-                at.value in ("broadcast", "object_store")
+                (at.value == "object_store" or (at.value == "broadcast" and not rollout_honours(at)))
                 and (at.config.actor_rollout_ref.hybrid_engine or not at.on_ray)
             ),
             "weights are copied within each process",
         ),
         honoured_where(lambda at: at.value in ("memory", "disk")),
     ]
-    """Way of weights; auto: broadcast (NCCL) between GPUs, else Ray's store; memory or disk to servers."""
+    """Way of weights; auto: broadcast between GPUs, else Ray's store; memory, disk, broadcast to servers."""
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
     log_prob_micro_batch_size: PositiveInt | None

@@ -105,9 +105,10 @@ class HTTPRollout(QueuedRollout):
         expected = expected_facts(config, str(dtype).removeprefix("torch.")) | model_facts(model.config)
         verify = partial(require_held, weights, dtype) if rollout.verify_weights_every else None
         vocabulary = model.config.get_text_config().vocab_size
+        broadcasts = rollout.weight_transfer == "broadcast"
         return cls(
             weights,
-            Pool(settings, expected, vocabulary, token, own, verify),
+            Pool(settings, expected, vocabulary, token, own, verify, broadcasts=broadcasts),
             dtype=dtype,
             slots=KIND.slots(config),
             sampling=extra_sampling(config),
@@ -207,7 +208,7 @@ class HTTPRollout(QueuedRollout):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``: write them to a file that all servers then read."""
+        """See ``RolloutEngine.update_weights``: write them to a file that all servers then get."""
         if not self._weights.ledger.open:
             if self._sealed is not None:
                 self._sealed.close()  # of an update that failed

@@ -61,7 +61,8 @@ class HTTPKind(RolloutKind):
         rollout = config.actor_rollout_ref.rollout
         own = 0 if rollout.http.urls or uses_gpu(config) else rollout.http.start.n
         copy = weights(facts, 4 if self.dtype(config) == "float32" else 2)
-        copies = own + (rollout.weight_transfer != "disk")
+        received = own * self.ranks(config) if rollout.weight_transfer == "broadcast" else 0
+        copies = own + received + (rollout.weight_transfer != "disk")
         return Forecast({"weights in servers and on their way": copy and copies * copy}, {})
 
     def rules(self, config: Any) -> Iterator[Finding]:
@@ -80,8 +81,6 @@ class HTTPKind(RolloutKind):
             )
         if rollout.seed_per_sample is False:
             yield error(f"{_ROLLOUT}.seed_per_sample=False: samples would depend on http servers; set auto")
-        if rollout.weight_transfer == "broadcast":
-            yield error(f"{_ROLLOUT}.weight_transfer=broadcast does not reach servers; set memory or disk")
         if http.token_env and not os.environ.get(http.token_env):
             yield error(f"{_ROLLOUT}.http.token_env={http.token_env}: this variable is not set")
         yield from VLLM.sampling_rules(config)
@@ -143,7 +142,7 @@ def _of_urls(urls: Sequence[str], config: Any) -> Iterator[Finding]:
     if rollout.weight_transfer == "memory" and not all(map(is_loopback, urls)):
         yield error(
             f"{_ROLLOUT}.weight_transfer=memory: servers on other machines do not see this one's memory; "
-            "set it to disk"
+            "set it to broadcast or disk"
         )
     if written := {f"{_ROLLOUT}.{name}" for name in _OF_OWN_SERVERS} & set(config.written or ()):
         yield warning(f"no effect with {_ROLLOUT}.http.urls: {', '.join(sorted(written))}")
@@ -179,7 +178,7 @@ def is_loopback(url: str) -> bool:
 def transfer_folder(config: Any) -> Path | None:
     """Return the folder of sealed weights; None: they stay in memory, for servers of this machine."""
     rollout = config.actor_rollout_ref.rollout
-    in_memory = rollout.weight_transfer == "memory" or (
+    in_memory = rollout.weight_transfer in ("memory", "broadcast") or (
         rollout.weight_transfer != "disk" and all(map(is_loopback, read_urls(rollout.http.urls)))
     )
     return None if in_memory else Path(config.trainer.default_local_dir).expanduser().resolve() / "weights"

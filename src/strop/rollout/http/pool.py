@@ -13,12 +13,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from strop.controller.rendezvous import LOOPBACK
 from strop.errors import ConfigError, TrainingError
 from strop.rollout.http.kind import read_urls
 from strop.rollout.http.sealed import SealedWeights
 from strop.rollout.http.start import OwnServer
 from strop.rollout.http.wire import Answer, Connection, Lost, Refused, Request, VLLMWire, differences
+from strop.rollout.transfer.broadcast import send_file
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class Server:
     url: str
     wire: VLLMWire
     places: int = 1
+    ranks: int = 1
     running: int = 0
     served: int = 0
     counted: int = 0
@@ -57,14 +61,16 @@ class Pool:
         token: str | None,
         own: Sequence[OwnServer] = (),
         verify: Callable[[SealedWeights, list[dict[str, int]]], None] | None = None,
+        *,
+        broadcasts: bool = False,
     ) -> None:
         """Take the section ``rollout.http``, and the facts that every server must have.
 
         ``verify`` raises ``ModelError`` unless a joiner's checksums are those of the weights; None: they are
-        not read.
+        not read. With ``broadcasts`` servers are sent the sealed file, else they read it.
         """
         self._settings, self._expected, self.vocabulary = settings, dict(expected), vocabulary
-        self._token, self.own, self._verify = token, own, verify
+        self._token, self.own, self._verify, self._broadcasts = token, own, verify, broadcasts
         self.live: list[Server] = []
         """Servers that answer, and have the present weights if there are any."""
         self.out: dict[str, Exception] = {}
@@ -155,10 +161,10 @@ class Pool:
         self._expected.setdefault("kernels", facts["kernels"])  # equal results need equal ones
         if found := differences(facts, self._expected):
             raise ConfigError(f"it is another engine: {'; '.join(found)}")
-        server.places, held = int(facts["max_num_seqs"]), None
+        server.places, server.ranks, held = int(facts["max_num_seqs"]), facts["ranks"], None
         while (sealed := self.sealed) is not held:  # a transfer may begin meanwhile
             assert sealed is not None
-            await server.wire.transfer(sealed.path, sealed.version, patience_s)
+            await self._bring(server, sealed)
             if self._verify is not None:
                 parts = await server.wire.checksums(patience_s)
                 await asyncio.to_thread(self._verify, sealed, parts)
@@ -178,19 +184,30 @@ class Pool:
         except ConfigError as error:  # the file is being written
             logger.warning("%s; the servers stay as they are", error)
         before, self.sealed = self.sealed, sealed
+        copies = sum(server.ranks for server in self.live) if self._broadcasts else 1
+        self.counts["weights/bytes"] += copies * sealed.size
         pauses = await asyncio.gather(*(self._load(server, sealed) for server in self.live))
         if before is not None:
             before.close()
-        self.counts["weights/bytes"] += sealed.size
         self.counts["weights/pause_s"] += max(pauses, default=0.0)
         await self._enough()
 
     async def _load(self, server: Server, sealed: SealedWeights) -> float:
         try:
-            return await server.wire.transfer(sealed.path, sealed.version, self._settings.patience_s)
-        except (Lost, Refused) as error:
+            return await self._bring(server, sealed)
+        except (Lost, Refused, OSError) as error:
             self._lose(server, Lost(f"the transfer of {sealed.version} failed: {error}"))
             return 0.0
+
+    async def _bring(self, server: Server, sealed: SealedWeights) -> float:
+        def offer() -> dict[str, Any]:
+            if not self._broadcasts:
+                return {"path": sealed.path}
+            host = urlsplit(server.url).hostname or LOOPBACK
+            return {"sender": send_file(sealed.path, host, server.ranks, patience_s)}
+
+        patience_s = self._settings.patience_s
+        return await server.wire.transfer(offer, sealed.version, patience_s)
 
     def _lose(self, server: Server, reason: Exception, since: float | None = None) -> None:
         if server not in self.live:

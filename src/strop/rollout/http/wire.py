@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpx2
@@ -140,7 +140,8 @@ class VLLMWire:
                     "it answers without the token: start it with STROP_TOKEN and --middleware "
                     "strop.rollout.vllm.server.RequireToken"
                 )
-        found = (await self._rpc("strop_facts", deadline_s))[0]
+        of_ranks = await self._rpc("strop_facts", deadline_s)
+        found = of_ranks[0] | {"ranks": len(of_ranks)}
         if missing := _NEEDED - found.keys():
             raise Refused(
                 f"its facts have no {', '.join(sorted(missing))}: another version of strop is there"
@@ -208,8 +209,10 @@ class VLLMWire:
                 raise TrainingError(f"{self._connection.url} answered {what}")
         return ids, log_probs, reason == "length"
 
-    async def transfer(self, path: str, version: str, patience_s: float) -> float:
-        """Load the weights of a sealed file; return the seconds of the pause."""
+    async def transfer(
+        self, offer: Callable[[], Mapping[str, Any]], version: str, patience_s: float
+    ) -> float:
+        """Load the weights that ``offer`` says how to get; return the seconds of the pause."""
         begun = time.monotonic()
 
         async def post(route: str, **body: Any) -> Any:
@@ -223,7 +226,8 @@ class VLLMWire:
             with contextlib.suppress(Lost, Refused):
                 await post("/finish_weight_update")
             await post("/start_weight_update")
-        await post("/update_weights", update_info={"path": path, "version": version})
+        offered = await asyncio.to_thread(offer)
+        await post("/update_weights", update_info={**offered, "version": version})
         await post("/finish_weight_update", weight_version=version)
         # keys and values of the old weights
         while (await post("/reset_prefix_cache")).get("success") is not True:

@@ -1,5 +1,7 @@
 """Weights from the actor's first rank to all ranks of another pool by broadcast (NCCL on GPUs, else gloo).
 
+``send_file`` and ``received_file`` are for a file of weights to the processes of a server.
+
 Two pools have no common process group, so these processes form one. Weights travel in flat buckets: one is
 under way while the next one is gathered, and while the one before is loaded. Names and shapes go through the
 group's store, so that no device waits for the CPU.
@@ -10,23 +12,35 @@ receiver loads weights past the checks of ``VLLMRollout.update_weights``, which 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import threading
 import time
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strop.controller.rendezvous import PATIENCE, stay_on_this_machine
+from strop.controller.rendezvous import PATIENCE, address_toward, open_store, stay_on_this_machine
 from strop.errors import ModelError
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
-from strop.torch_private import nccl_options
+from strop.torch_private import gloo_options, nccl_options
 
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 32 << 20
+"""Size of a bucket of a file, of which several are in memory for each server."""
 _POLL_S = 5e-4
 """Seconds between two looks for a receiver that failed: NCCL itself would wait until its timeout."""
 
+_CONNECT = timedelta(minutes=1)
+_CPU = torch.device("cpu")
 Entry = tuple[str, torch.dtype, list[int]]
 """Name, dtype and shape of a weight in a bucket."""
 
@@ -34,23 +48,43 @@ Entry = tuple[str, torch.dtype, list[int]]
 class Channel:
     """The process group of one sender, rank zero, and the receivers."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        """Join through the sender's ``store``. Collective over sender and receivers."""
-        store.set_timeout(PATIENCE)
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        rank: int,
+        size: int,
+        device: torch.device,
+        patience: timedelta = PATIENCE,
+    ) -> None:
+        """Join through the sender's ``store``. Collective over sender and receivers.
+
+        ``patience`` bounds every wait for the others.
+        """
+        store.set_timeout(patience)
         self._store, self._device, self._size = dist.PrefixStore("weights", store), device, size
         groups = dist.PrefixStore("group", store)
         if device.type == "cuda":
-            options = nccl_options(PATIENCE)  # a rollout may still generate
+            stay_on_this_machine(store.host)
+            options = nccl_options(patience)  # a rollout may still generate
             self._group: Any = dist.ProcessGroupNCCL(groups, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(groups, rank, size, timeout=PATIENCE)
+            options = gloo_options(address_toward(store.host), patience)
+            self._group = dist.ProcessGroupGloo(groups, rank, size, options)
         self._transfers = 0
 
     @classmethod
-    def to_sender(cls, address: str, port: int, rank: int, size: int, device: torch.device) -> Channel:
+    def to_sender(
+        cls,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        patience: timedelta = PATIENCE,
+    ) -> Channel:
         """Join as a receiver, through the store that the sender has opened. Collective."""
-        stay_on_this_machine(address)
-        return cls(dist.TCPStore(address, port, timeout=PATIENCE), rank, size, device)
+        store = dist.TCPStore(address, port, timeout=min(patience, _CONNECT))
+        return cls(store, rank, size, device, patience)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> None:
         """Broadcast weights of one dtype, in buckets of ``max_bytes`` or of one larger weight.
@@ -127,6 +161,48 @@ class Channel:
         entries = [(name, getattr(torch, kind.removeprefix("torch.")), shape) for name, kind, shape in found]
         flat = torch.empty(sum(map(_size, entries)), dtype=torch.uint8, device=self._device)
         return entries, flat, self._group.broadcast(flat, 0)
+
+
+def send_file(path: str, host: str, receivers: int, patience_s: float) -> dict[str, Any]:
+    """Begin to broadcast a file to processes at ``host``, in a thread; return what ``received_file`` needs.
+
+    A receiver that dies ends the thread at once, a silent one after ``patience_s``. Nobody waits for it.
+    """
+    address, file = address_toward(host), open(path, "rb")  # noqa: SIM115 - the path may go before the thread
+    store, port = open_store(address)
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        digest, left = 0, os.fstat(file.fileno()).st_size
+        while left:
+            part = torch.empty(min(left, PART_BYTES), dtype=torch.uint8)
+            left -= file.readinto(part.numpy())
+            yield str(digest := zlib.crc32(part.numpy(), digest)), part
+
+    def send() -> None:
+        try:
+            with file:
+                patience = timedelta(seconds=patience_s)
+                Channel(store, 0, 1 + receivers, _CPU, patience).send(parts(), PART_BYTES)
+        except (RuntimeError, ModelError, OSError) as error:  # the receivers tell theirs themselves
+            logger.warning("weights on their way to %s did not arrive: %s", host, error)
+
+    threading.Thread(target=send, name="weights", daemon=True).start()
+    return {"address": address, "port": port, "size": 1 + receivers, "patience_s": patience_s}
+
+
+@contextlib.contextmanager
+def received_file(sender: Mapping[str, Any], rank: int) -> Generator[str]:
+    """Receive a file of ``send_file`` into memory; yield its path. ``ModelError`` if it is another one."""
+    with os.fdopen(os.memfd_create("strop-weights", os.MFD_CLOEXEC), "wb") as file:
+        patience, digest, expected = timedelta(seconds=sender["patience_s"]), 0, ""
+        where = sender["address"], sender["port"], 1 + rank, sender["size"]
+        for digest_so_far, part in Channel.to_sender(*where, _CPU, patience).receive():
+            file.write(part.numpy())
+            digest, expected = zlib.crc32(part.numpy(), digest), digest_so_far
+        if str(digest) != expected:
+            raise ModelError(f"weight transfer: what arrived has the checksum {digest}, expected {expected}")
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def _size(entry: Entry) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from strop.errors import ModelError
+from strop.rollout.transfer.broadcast import received_file
 from strop.rollout.vllm.arguments import model_facts
 from strop.rollout.vllm.held import held_checksums
 from strop.rollout.vllm.settings import InProcessUpdate, InProcessWeightTransfer
@@ -24,10 +26,11 @@ from strop.rollout.vllm.settings import InProcessUpdate, InProcessWeightTransfer
 
 @dataclass
 class SealedUpdate(WeightTransferUpdateInfo):
-    """A file with all weights, and the version that its header must name."""
+    """A file with all weights, or who broadcasts it, and the version that its header must name."""
 
-    path: str
     version: str
+    path: str = ""
+    sender: dict[str, Any] | None = None
 
 
 class SealedWeightTransfer(InProcessWeightTransfer):
@@ -44,10 +47,15 @@ class SealedWeightTransfer(InProcessWeightTransfer):
 
     def receive_weights(self, update_info: Any) -> None:
         """Read the file, then load it."""
-        with safe_open(update_info.path, "pt") as file:
+        with contextlib.ExitStack() as until_read:
+            path = update_info.path
+            if update_info.sender is not None:
+                rank = self.parallel_config.rank
+                path = until_read.enter_context(received_file(update_info.sender, rank))
+            file = until_read.enter_context(safe_open(path, "pt"))
             found = (file.metadata() or {}).get("version")
             if found != update_info.version:
-                raise ModelError(f"{update_info.path} has the weights {found}, not {update_info.version}")
+                raise ModelError(f"{path} has the weights {found}, not {update_info.version}")
             staged = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - no mapping
         super().start_weight_update()
         super().receive_weights(InProcessUpdate(iter(staged)))
