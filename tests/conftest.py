@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -159,3 +160,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, so that all workers end at the same time."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep imported modules out of later garbage collections.
+
+    They are half a million objects, and a collection that visits them takes 0.25 s of CPU time.
+    """
+    gc.collect()
+    gc.freeze()

@@ -45,6 +45,7 @@ CONTEXT.set_forkserver_preload(
         "strop.workers.policy",
         "strop.workers.reward_model",
         "strop.workers.supervised",
+        "frozen",
     ]
 )
 Target = Callable[..., Any] | Sequence[str]
