@@ -56,23 +56,26 @@ def test_keys_of_a_back_end_can_be_imported_first(module: str):
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "verdict"),
-    [
-        ("{model} {data}/sums.csv --reward {data}/sums_reward.py data.answer_key=answer", "no errors"),
-        ("--command train actor_rollout_ref.model.path={model} data.train_files={data}/sums.csv", "1 error"),
-        ("--command sft {model} {data}/sums.csv data.response_key=answer", "no errors"),
-        ("{model} {data}/none.csv --reward {data}/sums_reward.py", "1 error"),
-    ],
-)
-def test_a_check_runs_without_torch(tmp_path, words: str, verdict: str):
+def test_checks_run_without_torch(tmp_path):
     tiny_model.save(tmp_path)
-    examples = Path(tiny_model.__file__).parent
-    code = "import sys\nfrom strop.cli.main import main\nmain()\nprint({'torch._C'} & set(sys.modules))"
-    command = words.format(model=tmp_path, data=examples).split()
-    done = subprocess.run([sys.executable, "-c", code, "check", *command], capture_output=True, text=True)
-    first, *_, last = done.stdout.splitlines()
-    assert (first.startswith(verdict), last, "PyTorch" in done.stderr) == (True, "set()", False), done
+    model, data = tmp_path, Path(tiny_model.__file__).parent
+    reward = f"--reward {data}/sums_reward.py"
+    verdicts = {
+        f"{model} {data}/sums.csv {reward} data.answer_key=answer": "no errors",
+        f"--command train actor_rollout_ref.model.path={model} data.train_files={data}/sums.csv": "1 error",
+        f"--command sft {model} {data}/sums.csv data.response_key=answer": "no errors",
+        f"{model} {data}/none.csv {reward}": "1 error",
+    }
+    code = (
+        "import sys\nfrom strop.cli.main import main\nfor words in sys.argv[1:]:\n"
+        " print('---')\n sys.argv = ['strop', 'check', *words.split()]\n main()\n"
+        "print({'torch._C'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *verdicts], capture_output=True, text=True)
+    _, *checks = done.stdout.split("---\n")
+    for check, verdict in zip(checks, verdicts.values(), strict=True):
+        assert check.startswith(verdict), done
+    assert (done.stdout.splitlines()[-1], "PyTorch" in done.stderr) == ("set()", False), done
 
 
 @pytest.mark.parametrize(
