@@ -115,7 +115,7 @@ def slow(*values: Any) -> Any:
         ("update", 3, 3, "SIGHUP", ()),
         slow("validate", 1, 2, "SIGINT", ()),
         slow("generate", 4, 2, "SIGINT", ("trainer.async_save=true",)),
-        ("finish", 3, None, "SIGINT", (*APART, "trainer.async_steps=1")),
+        slow("finish", 3, None, "SIGINT", (*APART, "trainer.async_steps=1")),
         ("finish", 3, None, "SIGTERM", (*APART, "trainer.async_steps=4")),
         slow("generate", 9, None, "SIGINT", FILTERED),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -70,13 +71,23 @@ ASYNC = (
     "trainer.resource_pools={learner: [1], rollout: [1]}",
     "trainer.placement={Rollout: rollout}",
 )
-CASES = [("train", how, ()) for how in ("removed", "moved", "lock removed", "made again", "a file")]
-CASES += [
+
+
+def slow(*values: Any) -> Any:
+    """A neighbour of the other cases."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = [
+    ("train", "removed", ()),
+    ("train", "made again", ()),
     ("train", "lock replaced", (*ASYNC, "trainer.async_save=True")),
-    ("train", "removed", (*ASYNC, "trainer.save_freq=-1")),
-    *((command, "removed", ()) for command in ("sft", "train-rm", "dpo")),
+    ("dpo", "removed", ()),
     ("sft", "removed", ("trainer.async_save=True",)),
-    pytest.param("train", "removed", ("trainer.worker_group=ray",), marks=pytest.mark.slow),
+    *(slow("train", how, ()) for how in ("moved", "lock removed", "a file")),
+    slow("train", "removed", (*ASYNC, "trainer.save_freq=-1")),
+    slow("train", "removed", ("trainer.worker_group=ray",)),
+    *(slow(command, "removed", ()) for command in ("sft", "train-rm")),
 ]
 
 
