@@ -430,7 +430,7 @@ class TrainActorRolloutRefRolloutHttp(TypedDict, total=False):
     open_network: bool
     """Allow URLs beyond this machine without a token."""
     proxy: str | None
-    """URL of a proxy for the servers; variables such as HTTP_PROXY are ignored."""
+    """URL of a proxy for the servers, or the environment variable with it; HTTP_PROXY is ignored."""
 
 
 class TrainActorRolloutRefRolloutValKwargs(TypedDict, total=False):

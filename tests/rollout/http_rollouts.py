@@ -32,6 +32,8 @@ SETTINGS = {
     "patience_s": 20.0,
     "proxy": None,
 }
+    "token_env": None,
+    "open_network": False,
 
 
 def rollout_on(

@@ -52,7 +52,7 @@ def sending():
 def test_servers_get_the_weights_whichever_network_they_are_in(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as a run that is alone on this machine sets it
     servers = [FakeVLLM(), FakeVLLM(host=address_toward("10.255.255.255"))]
-    rollout = rollout_on(*servers, broadcasts=True)
+    rollout = rollout_on(*servers, broadcasts=True, open_network=True)
     counts(rollout)
     for seed in (1, 2):
         expected = update(rollout, seed)

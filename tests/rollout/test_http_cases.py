@@ -56,7 +56,7 @@ def test_h01_proxy_variables_do_not_reach_servers(case, monkeypatch, tmp_path):
         other.connect(("10.255.255.255", 1))  # sends nothing
         own_address = other.getsockname()[0]
     servers = [FakeVLLM(), FakeVLLM(), FakeVLLM(host=own_address)]
-    rollout = rollout_on(*servers)
+    rollout = rollout_on(*servers, open_network=True)
     batch(rollout)
     assert counts(rollout)["rollout/servers_live"] == 3
     assert counts(rollout)["rollout/lost_requests"] == case["right"]["lost_requests"]

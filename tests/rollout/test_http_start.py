@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.rollout.http import start
-from strop.rollout.http.kind import read_urls, transfer_folder
+from strop.rollout.http.kind import KIND, proxy_of, read_urls, transfer_folder
 
 from fake_vllm import FakeVLLM
 from messages import naming
@@ -25,6 +26,10 @@ HTTP = "actor_rollout_ref.rollout.name=http"
 URLS = "actor_rollout_ref.rollout.http.urls"
 CPU = "trainer.device=cpu"
 BROADCAST = "actor_rollout_ref.rollout.weight_transfer=broadcast"
+
+
+def of(urls, **given):
+    return SimpleNamespace(urls=urls, **{"token_env": None, "open_network": True, **given})
 
 
 def findings(*options):
@@ -42,6 +47,9 @@ def findings(*options):
         ([f"{URLS}=[10.0.0.1:8000,http://h:1]"], ["error", "'10.0.0.1:8000'", "http://HOST:PORT"]),
         ([f"{URLS}=['http://[bad','http://h:99999']"], ["error", "'http://[bad'", "'http://h:99999'"]),
         ([f"{URLS}=['http://127.0.0.1.example.org']"], ["error", "another machine", "token_env"]),
+        ([f"{URLS}=['http://me:hidden@127.0.0.1:1']"], ["error", "127.0.0.1 has a login", "token_env"]),
+        (["actor_rollout_ref.rollout.http.proxy=http://me:hidden@h:1"], ["error", "config.yaml", "variable"]),
+        (["actor_rollout_ref.rollout.http.proxy=NO_SUCH"], ["error", "proxy=NO_SUCH", "variable"]),
         ([f"{URLS}=[no/such/file]"], ["error", "no/such/file", "No such file"]),
         (["actor_rollout_ref.rollout.http.min_servers=2"], ["error", "min_servers=2", "1 servers"]),
         (["actor_rollout_ref.rollout.http.token_env=NO_SUCH"], ["error", "token_env=NO_SUCH"]),
@@ -54,7 +62,11 @@ def findings(*options):
         (["actor_rollout_ref.rollout.seed_per_sample=False"], ["error", "seed_per_sample=False"]),
         (["trainer.device=cuda"], ["error", "GPUs", "CUDA_VISIBLE_DEVICES"]),
         (
-            [f"{URLS}=[https://10.0.0.1:8000]", "actor_rollout_ref.rollout.weight_transfer=memory"],
+            [
+                f"{URLS}=[https://10.0.0.1:8000]",
+                "actor_rollout_ref.rollout.http.open_network=True",
+                "actor_rollout_ref.rollout.weight_transfer=memory",
+            ],
             ["error", "weight_transfer=memory", "disk"],
         ),
         (
@@ -71,6 +83,7 @@ def findings(*options):
 def test_what_cannot_work_is_refused_before_a_model_loads(options, named):
     found = findings(*options)
     assert all(word in found for word in named), found
+    assert "hidden" not in found
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,8 @@ def test_weights_go_by_memory_to_this_machine_and_else_by_disk(tmp_path):
     run = f"trainer.default_local_dir={tmp_path}"
     assert transfer_folder(load_config([HTTP, run])) is None
     assert transfer_folder(load_config([HTTP, run, f"{URLS}=[http://127.1.2.3:1]"])) is None
-    other = load_config([HTTP, run, f"{URLS}=[http://127.0.0.1:1,http://10.0.0.1:1]"])
+    network = "actor_rollout_ref.rollout.http.open_network=True"
+    other = load_config([HTTP, run, network, f"{URLS}=[http://127.0.0.1:1,http://10.0.0.1:1]"])
     assert transfer_folder(other) == tmp_path / "weights"
     disk = "actor_rollout_ref.rollout.weight_transfer=disk"
     assert transfer_folder(load_config([HTTP, run, disk])) == tmp_path / "weights"
@@ -107,9 +121,38 @@ def test_weights_go_by_memory_to_this_machine_and_else_by_disk(tmp_path):
 
 def test_a_file_of_urls_has_comments_and_empty_lines(tmp_path):
     (tmp_path / "urls").write_text("# ours\n\n http://a:1/ \nhttp://b:2\n")
-    assert read_urls([str(tmp_path / "urls")]) == ["http://a:1", "http://b:2"]
+    assert read_urls(of([str(tmp_path / "urls")])) == ["http://a:1", "http://b:2"]
     with pytest.raises(ConfigError, match=naming("missing", "No such file")):
-        read_urls(["missing"])
+        read_urls(of(["missing"]))
+
+
+def test_urls_of_a_file_are_under_the_rule_of_others_each_once(tmp_path):
+    names = tmp_path / "urls"
+    names.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:1/\n")
+    assert (
+        KIND.slots(load_config([HTTP, f"{URLS}=[{names}]", "actor_rollout_ref.rollout.max_num_seqs=8"])) == 8
+    )
+    names.write_text("http://127.0.0.1:1\nhttp://10.0.0.1:1\n")
+    with pytest.raises(ConfigError, match=naming("http://10.0.0.1:1", "token_env")):
+        read_urls(of([str(names)], open_network=False))
+
+
+def test_a_proxy_with_a_login_is_named_by_a_variable(monkeypatch):
+    monkeypatch.setenv("OUR_PROXY", "http://me:hidden@h:1")
+    config = load_config([HTTP, "actor_rollout_ref.rollout.http.proxy=OUR_PROXY"])
+    assert proxy_of(config.actor_rollout_ref.rollout.http) == "http://me:hidden@h:1"
+    assert "proxy" not in findings("actor_rollout_ref.rollout.http.proxy=OUR_PROXY")
+    assert proxy_of(SimpleNamespace(proxy="http://h:1")) == "http://h:1"
+
+
+def test_the_first_errors_of_a_servers_log_are_shown_before_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(start.subprocess, "Popen", lambda command, **options: None)
+    server = start.OwnServer(["server"], "token", tmp_path / "log")
+    lines = ["(Worker) RuntimeError: heads of 16", "(Worker) RuntimeError: heads of 16", *["  File x"] * 99]
+    (tmp_path / "log").write_text("\n".join(lines))
+    shown = server.last_lines().splitlines()
+    assert shown[0] == "RuntimeError: heads of 16"
+    assert len(shown) < 20
 
 
 def test_the_preflight_check_asks_the_servers():

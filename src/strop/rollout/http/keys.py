@@ -58,7 +58,7 @@ class HTTPConfig(Section, resumes=MAY_CHANGE):
     open_network: bool
     """Allow URLs beyond this machine without a token."""
     proxy: Text | None
-    """URL of a proxy for the servers; variables such as HTTP_PROXY are ignored."""
+    """URL of a proxy for the servers, or the environment variable with it; HTTP_PROXY is ignored."""
 
 
 class ServersConfig(Section, resumes=MAY_CHANGE):

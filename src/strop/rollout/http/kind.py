@@ -48,7 +48,7 @@ class HTTPKind(RolloutKind):
     def slots(self, config: Any) -> int:
         """Return how many samples are generated at once on the clock of batches ahead."""
         rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
-        return http.slots or rollout.max_num_seqs * (len(read_urls(http.urls)) or http.start.n)
+        return http.slots or rollout.max_num_seqs * (len(read_urls(http)) or http.start.n)
 
     def settled(self, config: Any) -> dict[str, Any]:
         return {"dtype": self.dtype(config), "tensor_model_parallel_size": self.ranks(config)}
@@ -83,15 +83,22 @@ class HTTPKind(RolloutKind):
             yield error(f"{_ROLLOUT}.seed_per_sample=False: samples would depend on http servers; set auto")
         if http.token_env and not os.environ.get(http.token_env):
             yield error(f"{_ROLLOUT}.http.token_env={http.token_env}: this variable is not set")
+        if "@" in (http.proxy or ""):
+            yield error(
+                f"{_ROLLOUT}.http.proxy: config.yaml would show its login; put the URL into an environment "
+                "variable, and set http.proxy to the variable's name"
+            )
+        elif http.proxy and not proxy_of(http):
+            yield error(f"{_ROLLOUT}.http.proxy={http.proxy}: no URL, and no variable of this name is set")
         yield from VLLM.sampling_rules(config)
         if http.urls:
             try:
-                urls = read_urls(http.urls)
+                urls = read_urls(http)
             except ConfigError as problem:
                 yield error(str(problem))
                 return
             yield from _of_urls(urls, config)
-            n = len(set(urls))
+            n = len(urls)
         else:
             yield from VLLM.engine_rules(config)
             if uses_gpu(config):
@@ -112,7 +119,7 @@ class HTTPKind(RolloutKind):
         from strop.rollout.http.wire import Lost, differences, facts_of
 
         http, expected = config.actor_rollout_ref.rollout.http, expected_facts(config)
-        for url, found in facts_of(read_urls(http.urls), token_of(http), http.proxy).items():
+        for url, found in facts_of(read_urls(http), token_of(http), proxy_of(http)).items():
             if isinstance(found, Exception):
                 finding = warning if isinstance(found, Lost) else error
                 yield finding(f"{_ROLLOUT}.http.urls: {url} gives no facts: {found}")
@@ -124,21 +131,7 @@ class HTTPKind(RolloutKind):
 
 def _of_urls(urls: Sequence[str], config: Any) -> Iterator[Finding]:
     """Check servers that are given."""
-    rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
-    for url in urls:
-        try:
-            parts = urlsplit(url)
-            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # brackets that are no address, or a port beyond 65535
-            is_url = False
-        if not is_url:
-            yield error(f"{_ROLLOUT}.http.urls: {url!r} is no URL; expected http://HOST:PORT")
-        elif not is_loopback(url) and not http.token_env and not http.open_network:
-            yield error(
-                f"{_ROLLOUT}.http.urls: {url} is another machine, and its servers take any weights from "
-                "whoever reaches them; name the variable with their token in http.token_env, or set "
-                "http.open_network=True"
-            )
+    rollout = config.actor_rollout_ref.rollout
     if rollout.weight_transfer == "memory" and not all(map(is_loopback, urls)):
         yield error(
             f"{_ROLLOUT}.weight_transfer=memory: servers on other machines do not see this one's memory; "
@@ -148,8 +141,12 @@ def _of_urls(urls: Sequence[str], config: Any) -> Iterator[Finding]:
         yield warning(f"no effect with {_ROLLOUT}.http.urls: {', '.join(sorted(written))}")
 
 
-def read_urls(given: Sequence[str]) -> list[str]:
-    """Return the URLs of a list, or of the file that it names instead; ``ConfigError`` if it has none."""
+def read_urls(http: Any) -> list[str]:
+    """Return the URLs of the section ``http``, or of the file that it names instead, each once.
+
+    Raises ``ConfigError`` for what is no URL, or may not be used without a token.
+    """
+    given = http.urls
     if len(given) == 1 and "://" not in given[0]:
         try:
             lines = Path(given[0]).expanduser().read_text().splitlines()
@@ -158,12 +155,39 @@ def read_urls(given: Sequence[str]) -> list[str]:
         if not (urls := [line.strip() for line in lines if line.strip() and not line.startswith("#")]):
             raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: it has no URL; expected one on each line")
         given = urls
-    return [url.rstrip("/") for url in given]
+    found = list(dict.fromkeys(url.rstrip("/") for url in given))
+    if wrong := [reason for url in found if (reason := _why_wrong(url, http))]:
+        raise ConfigError(f"{_ROLLOUT}.http.urls: {'; '.join(wrong)}")
+    return found
+
+
+def _why_wrong(url: str, http: Any) -> str | None:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets that are no address, or a port beyond 65535
+        is_url = False
+    if not is_url:
+        return f"{url!r} is no URL; expected http://HOST:PORT"
+    if "@" in parts.netloc:
+        return f"{parts.hostname} has a login, which config.yaml would show; name a token in http.token_env"
+    if not is_loopback(url) and not http.token_env and not http.open_network:
+        return (
+            f"{url} is another machine, and its servers take any weights from whoever reaches them; name the "
+            "variable with their token in http.token_env, or set http.open_network=True"
+        )
+    return None
 
 
 def token_of(settings: Any) -> str | None:
     """Return the token of servers that are given."""
     return os.environ.get(settings.token_env or "")
+
+
+def proxy_of(settings: Any) -> str | None:
+    """Return ``http.proxy``, or the environment variable that it names instead."""
+    given = settings.proxy
+    return given if given is None or "://" in given else os.environ.get(given)
 
 
 def is_loopback(url: str) -> bool:
@@ -179,7 +203,7 @@ def transfer_folder(config: Any) -> Path | None:
     """Return the folder of sealed weights; None: they stay in memory, for servers of this machine."""
     rollout = config.actor_rollout_ref.rollout
     in_memory = rollout.weight_transfer in ("memory", "broadcast") or (
-        rollout.weight_transfer != "disk" and all(map(is_loopback, read_urls(rollout.http.urls)))
+        rollout.weight_transfer != "disk" and all(map(is_loopback, read_urls(rollout.http)))
     )
     return None if in_memory else Path(config.trainer.default_local_dir).expanduser().resolve() / "weights"
 

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.controller.rendezvous import LOOPBACK
-from strop.errors import ConfigError, TrainingError
-from strop.rollout.http.kind import read_urls
+from strop.errors import ConfigError, ModelError, TrainingError
+from strop.rollout.http.kind import proxy_of, read_urls
 from strop.rollout.http.sealed import SealedWeights
 from strop.rollout.http.start import OwnServer
 from strop.rollout.http.wire import Answer, Connection, Lost, Refused, Request, VLLMWire, differences
@@ -106,7 +106,7 @@ class Pool:
 
     def _read_urls(self) -> None:
         """Keep the servers that are named now, and no others."""
-        named = dict.fromkeys(read_urls(self._settings.urls)) | {server.url: server for server in self.own}
+        named = dict.fromkeys(read_urls(self._settings)) | {server.url: server for server in self.own}
         for url in [url for url in named if url not in self._keepers]:
             self._keepers[url] = asyncio.create_task(self._keep(url, named[url]))
         for url in self._keepers.keys() - named.keys():
@@ -121,7 +121,7 @@ class Pool:
         Raises ``TrainingError`` for one that does not start, and at the start of the run ``ConfigError`` for
         one with other settings.
         """
-        wire = VLLMWire(Connection(url, self._token, self._settings.proxy), self.vocabulary)
+        wire = VLLMWire(Connection(url, self._token, proxy_of(self._settings)), self.vocabulary)
         restarts = 0  # in a row, without an answer between
         while True:
             server, joined = Server(url, wire), False
