@@ -20,7 +20,10 @@ from safetensors import safe_open
 
 from strop.errors import ModelError
 from strop.rollout.transfer.broadcast import received_file
+from strop.rollout.vllm.arguments import vocabulary_digest
 from strop.rollout.weights import checksums
+
+import tiny_model
 
 GENERATE = "/inference/v1/generate"
 FACTS = {
@@ -29,6 +32,8 @@ FACTS = {
     "generation_config": "vllm",
     "max_model_len": 64,
     "reads_text": False,
+    "unsupported": None,
+    "vocabulary": vocabulary_digest(tiny_model.build_tokenizer()),
     "max_num_seqs": 8,
     "cuts_prompts_on_a_cpu": False,
     "compiles_on_a_cpu": False,
@@ -182,7 +187,16 @@ class FakeVLLM:
         ids = [token for token in ids if token not in stops] or [10]
         ended = len(ids) < most
         ids = [*ids, stops[0]] if ended else ids[:most]
-        return wire_answer(ids, [-draw.random() for _ in ids], "stop" if ended else "length", self.version)
+        answer = wire_answer(ids, [-draw.random() for _ in ids], "stop" if ended else "length", self.version)
+        if "prompt_logprobs" in sampling:
+            answer["prompt_logprobs"] = self.scores(body["token_ids"])
+        return answer
+
+    def scores(self, ids: list[int]) -> list[Any]:
+        """Return the form of vLLM's log-probs of a prompt."""
+        draws = [-random.Random(str(ids[: place + 1])).random() for place in range(1, len(ids))]
+        found = [{str(token): {"logprob": draw}} for token, draw in zip(ids[1:], draws, strict=True)]
+        return [None, *found]
 
 
 def wire_answer(

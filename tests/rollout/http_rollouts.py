@@ -23,7 +23,8 @@ import tiny_model
 from fake_vllm import FACTS
 from tiny_lms import EOS, PAD, tiny_lm
 
-EXPECTED = {name: FACTS[name] for name in ("dtype", "logprobs_mode", "generation_config", "max_model_len")}
+COMPARED = ("dtype", "logprobs_mode", "generation_config", "max_model_len", "unsupported")
+EXPECTED = {name: FACTS[name] for name in COMPARED}
 SETTINGS = {
     "min_servers": 1,
     "max_restarts": 3,
@@ -31,9 +32,9 @@ SETTINGS = {
     "deadline_s": None,
     "patience_s": 20.0,
     "proxy": None,
-}
     "token_env": None,
     "open_network": False,
+}
 
 
 def rollout_on(

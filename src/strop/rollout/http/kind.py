@@ -215,6 +215,7 @@ def expected_facts(config: Any, dtype: str | None = None) -> dict[str, Any]:
     return {
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
+        "unsupported": None,
         "max_model_len": data.max_prompt_length + data.max_response_length,
         "cuts_prompts_on_a_cpu": False,
         "compiles_on_a_cpu": False,  # its log-probs differ from those of other servers, in the last bits

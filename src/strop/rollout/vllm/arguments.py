@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,9 +16,11 @@ from strop.models.loader import dtype_named
 from strop.rollout.base import RolloutSpec
 from strop.rollout.in_flight import InFlight, continued_seed
 from strop.rollout.vllm.kind import (
+    HEAD_SIZES_ON_A_CPU,
     KIND,
     enforce_eager,
     extra_sampling,
+    no_attention_on_a_cpu,
     sequences_of_engine,
     tensor_parallel_size,
 )
@@ -137,6 +141,30 @@ def head_width(model: PreTrainedConfig) -> int:
     """Return the dimension of an attention head."""
     text = model.get_text_config(decoder=True)
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def why_unsupported(model: PreTrainedConfig, device: str) -> str | None:
+    """Return an error for models that vLLM reports late, or computes otherwise than transformers."""
+    if model.model_type == "phimoe":
+        # vLLM 0.32 loads the bias of the output layer and does not add it.
+        computed = {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": False}
+        other = {name: getattr(model, name) for name in computed if getattr(model, name) != computed[name]}
+        if other:
+            return (
+                f"rollout.name=vllm: vLLM computes Phi-3.5-MoE as with {_listed(computed)}, and this model "
+                f"has {_listed(other)}; set actor_rollout_ref.rollout.name=hf"
+            )
+    width = head_width(model)
+    return no_attention_on_a_cpu(width) if device == "cpu" and width not in HEAD_SIZES_ON_A_CPU else None
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Return a digest of the ids of a tokenizer's tokens."""
+    return hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_facts(config: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 # vLLM reads these when it is imported; those that are set already are kept.
 os.environ |= {
@@ -55,18 +55,13 @@ from strop.rollout.queued import QueuedRollout
 from strop.rollout.vllm.arguments import (
     FIXED,
     engine_arguments,
-    head_width,
     sampling_arguments,
     whole_prompts,
+    why_unsupported,
 )
 from strop.rollout.vllm.checkpoint import CheckpointWeights
 from strop.rollout.vllm.held import held_checksums
-from strop.rollout.vllm.kind import (
-    HEAD_SIZES_ON_A_CPU,
-    extra_sampling,
-    no_attention_on_a_cpu,
-    seed_per_sample,
-)
+from strop.rollout.vllm.kind import extra_sampling, seed_per_sample
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
     drawing_from,
@@ -115,7 +110,8 @@ class VLLMRollout(QueuedRollout):
         self._weights = CheckpointWeights(model)
         self._name = type(model).__name__
         self._asleep = False
-        require_supported(model.config, device)
+        if reason := why_unsupported(model.config, device.type):
+            raise ModelError(reason)
         on_a_cpu = whole_prompts(arguments) if device.type == "cpu" else {}
         self._options = sampling_options(sampling or {})
         # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
@@ -345,26 +341,6 @@ def gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(found, value, group=group.cpu_group)
     return found
-
-
-def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
-    """Raise ``ModelError`` for models that vLLM reports late, or computes otherwise than transformers."""
-    if model.model_type == "phimoe":
-        # vLLM 0.32 loads the bias of the output layer and does not add it.
-        computed = {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": False}
-        other = {name: getattr(model, name) for name in computed if getattr(model, name) != computed[name]}
-        if other:
-            raise ModelError(
-                f"rollout.name=vllm: vLLM computes Phi-3.5-MoE as with {_listed(computed)}, and this model "
-                f"has {_listed(other)}; set actor_rollout_ref.rollout.name=hf"
-            )
-    width = head_width(model)
-    if device.type == "cpu" and width not in HEAD_SIZES_ON_A_CPU:
-        raise ModelError(no_attention_on_a_cpu(width))
-
-
-def _listed(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:

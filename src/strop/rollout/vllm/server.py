@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import os
 from collections.abc import Awaitable, Callable
@@ -18,8 +19,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from strop.errors import ModelError
+from strop.models.loader import load_tokenizer
 from strop.rollout.transfer.broadcast import received_file
-from strop.rollout.vllm.arguments import model_facts
+from strop.rollout.vllm.arguments import model_facts, vocabulary_digest, why_unsupported
 from strop.rollout.vllm.held import held_checksums
 from strop.rollout.vllm.settings import InProcessUpdate, InProcessWeightTransfer
 
@@ -77,13 +79,16 @@ class Extension:
     def strop_facts(self) -> dict[str, Any]:
         """Return what a run compares with its own settings."""
         model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
-        on_cpu = self.vllm_config.device_config.device_type == "cpu"
+        device = self.vllm_config.device_config.device_type
+        on_cpu = device == "cpu"
         return {
             **model_facts(model.hf_config),
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": str(model.logprobs_mode),
             "max_model_len": model.max_model_len,
             "generation_config": model.generation_config,
+            "unsupported": why_unsupported(model.hf_config, device),
+            "vocabulary": _vocabulary(model.tokenizer, model.trust_remote_code),
             "reads_text": not model.skip_tokenizer_init,
             "max_num_seqs": scheduler.max_num_seqs,
             "cuts_prompts_on_a_cpu": on_cpu and bool(scheduler.enable_chunked_prefill),
@@ -98,6 +103,14 @@ class Extension:
     def strop_checksums(self) -> dict[str, str]:
         """Return this rank's part of the checksums, as texts: JSON's numbers may lose digits elsewhere."""
         return {name: str(value) for name, value in held_checksums(self.model_runner.get_model()).items()}
+
+
+@functools.cache
+def _vocabulary(path: str, trust_remote_code: bool) -> str | None:
+    try:
+        return vocabulary_digest(load_tokenizer(path, trust_remote_code=trust_remote_code))
+    except ModelError:  # a policy's server needs none
+        return None
 
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
