@@ -244,3 +244,15 @@ def test_h14_a_late_answer_is_read_nowhere(case):
     assert response_ids(found.batch) == [right, right]
     time.sleep(1.2)
     assert response_ids(found.batch) == [right, right]
+
+
+def test_h15_a_null_for_a_cached_position_is_refused(case):
+    """The two orders are those of a real server: test_http_scores.py."""
+    wire = VLLMWire(FakeConnection(), 100)
+    for ids in case["given"]["score"]:
+        cached = [None, None, *({str(token): {"logprob": -1.0}} for token in ids[2:])]
+        answer = wire_answer([5], [-1.0], "length", "default") | {"prompt_logprobs": cached}
+        with pytest.raises(
+            TrainingError, match=naming("no log-prob of each of the 4 ids", FakeConnection.url)
+        ):
+            wire.scores_of(answer, ids, "default")

@@ -563,9 +563,9 @@ def test_weights_on_a_disk_are_a_file_of_the_folder_which_goes_with_the_next(tmp
 
 def test_a_rollout_that_is_collected_in_the_thread_of_its_requests_closes(tmp_path):
     rollout = rollout_on(FakeVLLM(), folder=tmp_path)
-    rollout._loop.call_soon_threadsafe(rollout._closing)
+    rollout._thread._loop.call_soon_threadsafe(rollout._thread.close)
     deadline = time.monotonic() + 10
-    while rollout._loop.is_running() or list(tmp_path.iterdir()):
+    while rollout._thread._loop.is_running() or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

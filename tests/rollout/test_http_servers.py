@@ -105,7 +105,7 @@ def servers(inputs, weights):
     rollout = built(HTTPRollout, inputs, *HTTP)
     rollout.update_weights(weights)
     yield rollout
-    rollout._closing()
+    rollout._thread.close()
 
 
 def batch(rollout, name):

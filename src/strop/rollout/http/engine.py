@@ -6,16 +6,13 @@ are, or whether one has died: a lost request is sent again from the sample's sta
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import threading
-import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,10 +26,10 @@ from strop.rollout.base import Finished, RolloutSpec, Samples
 from strop.rollout.episodes import Episodes
 from strop.rollout.http.clock import due
 from strop.rollout.http.kind import KIND, expected_facts, token_of, transfer_folder
-from strop.rollout.http.pool import Pool
+from strop.rollout.http.pool import Pool, PoolThread
 from strop.rollout.http.sealed import SealedWeights, delete_left, new_name
 from strop.rollout.http.start import OwnServer, command
-from strop.rollout.http.wire import ARGUMENTS, NEUTRAL, Answer, Request
+from strop.rollout.http.wire import ARGUMENTS, NEUTRAL, Answer, Request, VLLMWire
 from strop.rollout.in_flight import InFlight
 from strop.rollout.queued import QueuedRollout
 from strop.rollout.vllm.arguments import (
@@ -46,7 +43,6 @@ from strop.rollout.vllm.checkpoint import CheckpointWeights
 from strop.rollout.vllm.kind import extra_sampling
 from strop.rollout.weights import checksums, require_equal_checksums
 
-T = TypeVar("T")
 PIECE = 64
 """Most tokens of a request for a sample of a later batch."""
 
@@ -78,14 +74,7 @@ class HTTPRollout(QueuedRollout):
         self._name, self._transfers = new_name(), 0
         if folder is not None:
             delete_left(folder)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
-        self._closing = weakref.finalize(self, _close, self._loop, pool)
-        try:
-            self._run(pool.open())
-        except BaseException:  # whose traceback keeps this object, and so its servers
-            self._closing()
-            raise
+        self._thread = PoolThread(pool)
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HTTPRollout:
@@ -141,8 +130,8 @@ class HTTPRollout(QueuedRollout):
             batch, row = places[number]
             if bool(batch.decoding[row]):
                 request = self._request(batch, row, PIECE if number >= n_first else None)
-                answering = self._pool.answer(request, batch.params.n)
-                future = running[number] = asyncio.run_coroutine_threadsafe(answering, self._loop)
+                answering = self._pool.answer(request, batch.params.n, VLLMWire.generate)
+                future = running[number] = self._thread.start(answering)
                 insert = partial(self._insert, batch, row, version)
                 future.add_done_callback(lambda done: arrived.put((number, partial(insert, done))))
             elif bool(batch.waiting[row]):
@@ -186,11 +175,6 @@ class HTTPRollout(QueuedRollout):
 
     def _request(self, batch: InFlight, row: int, most: int | None) -> Request:
         ids = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
-        if not all(0 <= token < self._pool.vocabulary for token in ids):
-            raise ModelError(
-                f"row {row} has token ids beyond the vocabulary of {self._pool.vocabulary}, which would "
-                "end vLLM's server"
-            )
         sampling = sampling_arguments(batch, row, self._sampling_options, self.eos_token_ids)
         sampling["max_tokens"] = min(sampling["max_tokens"], most or sampling["max_tokens"])
         if "min_tokens" in sampling:  # of a whole sample, and vLLM refuses more than max_tokens
@@ -222,31 +206,20 @@ class HTTPRollout(QueuedRollout):
             self._weights.ledger.end()
             self._sealed.seal()
             sealed, self._sealed = self._sealed, None
-            self._run(self._pool.transfer(sealed))
+            self._thread.run(self._pool.transfer(sealed))
 
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``; ``ModelError`` if two servers hold different weights."""
-        held = {url: self._weights.held(parts) for url, parts in self._run(self._pool.checksums()).items()}
+        found = self._thread.run(self._pool.checksums())
+        held = {url: self._weights.held(parts) for url, parts in found.items()}
         first_url, first = next(iter(held.items()))
-        for url, found in held.items():
-            if differing := [name for name in first if found.get(name) != first[name]]:
+        for url, other in held.items():
+            if differing := [name for name in first if other.get(name) != first[name]]:
                 raise ModelError(f"{url} and {first_url} hold different weights: {', '.join(differing[:3])}")
         return first
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
     def release(self) -> None:
         """Do nothing: the servers' memory is not the trainer's."""
-
-
-def _close(loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
-    # it does not wait for the loop: the garbage collector may run this in the loop's thread
-    asyncio.run_coroutine_threadsafe(pool.close(), loop)
-    for server in pool.own:
-        server.stop()
-    if pool.sealed is not None:
-        pool.sealed.close()
 
 
 def require_held(

@@ -8,11 +8,14 @@ import hashlib
 import logging
 import os
 import resource
+import threading
 import time
+import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from strop.controller.rendezvous import LOOPBACK
@@ -20,10 +23,20 @@ from strop.errors import ConfigError, ModelError, TrainingError
 from strop.rollout.http.kind import proxy_of, read_urls
 from strop.rollout.http.sealed import SealedWeights
 from strop.rollout.http.start import OwnServer
-from strop.rollout.http.wire import Answer, Connection, Lost, Refused, Request, VLLMWire, differences
+from strop.rollout.http.wire import (
+    FIRST_VERSION,
+    SCORED,
+    Connection,
+    Lost,
+    Refused,
+    Request,
+    VLLMWire,
+    differences,
+)
 from strop.rollout.transfer.broadcast import send_file
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LOOK_S, _PROBE_S, _FACTS_S, _AGAIN_S = 0.2, 10.0, 60.0, 0.5
 _FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
@@ -241,11 +254,28 @@ class Pool:
                 f"{self._settings.min_servers}), for {self._settings.patience_s:.0f} s: {reasons}"
             )
 
-    async def answer(self, request: Request, n: int) -> Answer:
-        """Return a sample of the first server that gives it; each attempt begins at the sample's start.
+    async def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Return the log-probs of the ids of each row but the first, each given those before it."""
+        requests = [Request(number, ids, SCORED) for number, ids in enumerate(rows)]
+        tasks = [asyncio.create_task(self.answer(request, 1, VLLMWire.score)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def answer(
+        self, request: Request, n: int, call: Callable[[VLLMWire, Request, str, float], Awaitable[T]]
+    ) -> T:
+        """Return what the first server gives that answers ``call``; each attempt begins at the start.
 
         ``n`` adjacent requests have one prompt.
         """
+        if not all(0 <= token < self.vocabulary for token in request.ids):
+            raise ModelError(
+                f"row {request.row} has token ids beyond the vocabulary of {self.vocabulary}, which would "
+                "end vLLM's server"
+            )
         failures: Counter[Server] = Counter()
         last = ""
         while True:
@@ -256,8 +286,8 @@ class Pool:
                 server = await self._place(request, n, failures, last)
                 sent_at = time.monotonic()
                 try:
-                    assert self.sealed is not None
-                    answer = await server.wire.generate(request, self.sealed.version, self._deadline_s)
+                    version = self.sealed.version if self.sealed else FIRST_VERSION
+                    answer = await call(server.wire, request, version, self._deadline_s)
                 except Refused as error:
                     raise TrainingError(f"{server.url}: {error} ({_named(request)})") from None
                 except Lost as error:
@@ -341,6 +371,38 @@ class Pool:
         counted = {name: self.counts[name] for name in _COUNTED}
         self.counts.clear()
         return {"rollout/servers_live": len(served), "rollout/server_imbalance": imbalance, **counted}
+
+
+class PoolThread:
+    """The thread that a pool's requests run in, until ``close``, or until this object is collected."""
+
+    def __init__(self, pool: Pool) -> None:
+        """Wait for the servers; the errors are those of ``Pool.open``."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+        self.close = weakref.finalize(self, _close, self._loop, pool)
+        try:
+            self.run(pool.open())
+        except BaseException:  # whose traceback keeps this object, and so its servers
+            self.close()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin ``work`` in the thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``."""
+        return self.start(work).result()
+
+
+def _close(loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
+    # it does not wait for the loop: the garbage collector may run this in the loop's thread
+    asyncio.run_coroutine_threadsafe(pool.close(), loop)
+    for server in pool.own:
+        server.stop()
+    if pool.sealed is not None:
+        pool.sealed.close()
 
 
 def _allow_files(needed: int) -> None:

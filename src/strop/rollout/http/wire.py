@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,12 +17,20 @@ from strop.errors import ConfigError, TrainingError
 
 _CONTROL_BYTES, _ANSWER_BYTES, _TOKEN_BYTES = 64 << 20, 1 << 16, 4096
 _AGAIN_S, _ANSWER_S = 0.5, 10.0
+_MINUS_INFINITY = -9999.0  # as vLLM writes it
 _NEEDED = {"max_model_len", "max_num_seqs", "kernels"}
 NEUTRAL = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
 """Values that every request carries, else the server's generation configuration decides."""
+SCORED = {
+    **NEUTRAL, "max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "stop_token_ids": [], "ignore_eos": True,
+    "detokenize": False,
+}  # fmt: skip
+"""Sampling of requests for the log-probs of their own ids; vLLM generates a token at least."""
+FIRST_VERSION = "default"
+"""Version of the weights that a server starts with."""
 ARGUMENTS: dict[str, Any] = {
     "enable_scale_out": True,
     "weight_transfer_config": {"backend": "strop"},
@@ -166,13 +175,39 @@ class VLLMWire:
         Raises ``TrainingError`` for an answer that is none to this request: a server with other settings
         would spoil the run.
         """
-        answer = await self._connection.call(
-            "/inference/v1/generate",
-            deadline_s,
-            {"token_ids": request.ids, "sampling_params": request.sampling},
-            _ANSWER_BYTES + _TOKEN_BYTES * request.sampling["max_tokens"],
-        )
+        answer = await self._generate(request, deadline_s, request.sampling["max_tokens"])
         return self.parse(answer, request.sampling, version)
+
+    async def _generate(self, request: Request, deadline_s: float, most: int, **more: Any) -> dict[str, Any]:
+        body = {"token_ids": request.ids, "sampling_params": request.sampling, **more}
+        limit = _ANSWER_BYTES + _TOKEN_BYTES * most
+        return await self._connection.call("/inference/v1/generate", deadline_s, body, limit)
+
+    async def score(self, request: Request, version: str, deadline_s: float) -> list[float]:
+        """Return the log-prob of each id but the first, given those before it, by the weights ``version``.
+
+        Raises ``TrainingError`` for an answer that is none to this request, as ``generate`` does.
+        """
+        salt = secrets.token_hex(16)  # no cached keys and values, for which vLLM gives no log-probs
+        answer = await self._generate(request, deadline_s, len(request.ids), cache_salt=salt)
+        return self.scores_of(answer, request.ids, version)
+
+    def scores_of(self, answer: dict[str, Any], ids: list[int], version: str) -> list[float]:
+        """Return the log-probs of an answer; see ``score``."""
+        self.parse(answer, SCORED, version)
+        found: Any = answer.get("prompt_logprobs")
+        try:
+            pairs = zip(found[1:], ids[1:], strict=True)
+            scores = [item[str(token)]["logprob"] for item, token in pairs]
+        except (TypeError, KeyError, ValueError):
+            raise TrainingError(
+                f"{self._connection.url} answered no log-prob of each of the {len(ids)} ids: "
+                f"{str(found)[:200]}"
+            ) from None
+        for value in scores:
+            if not (isinstance(value, float | int) and _MINUS_INFINITY < value <= 0):
+                raise TrainingError(f"{self._connection.url} answered the log-prob {value}")
+        return scores
 
     def parse(self, answer: Any, sampling: Mapping[str, Any], version: str) -> Answer:
         """Return the sample of an answer; see ``generate``."""
@@ -186,7 +221,7 @@ class VLLMWire:
         if reason == "abort":
             raise Lost("it aborted a request without being requested to", tokens=len(ids))
         other = ", ".join(versions - {version})
-        if other and "/" not in other:  # the version that a server starts with
+        if other == FIRST_VERSION:
             raise Lost(f"its weights are {other}, not {version}", is_stale=True)
         most, last = sampling["max_tokens"], ids[-1] if ids else None
         is_token = [type(token) is int and 0 <= token < self._vocabulary for token in ids]
