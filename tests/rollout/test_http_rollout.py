@@ -114,10 +114,13 @@ def test_the_limit_of_open_files_is_raised_by_those_that_are_needed_further(monk
     raised = []
     monkeypatch.setattr(pool.resource, "getrlimit", lambda _: (64, 1000))
     monkeypatch.setattr(pool.resource, "setrlimit", lambda _, limits: raised.append(limits))
-    pool._allow_files(63)
+    pool._allow_files(63, "places")
     assert 63 < raised[0][0] < raised[0][1] == 1000
-    with pytest.raises(ConfigError, match="1000"):
-        pool._allow_files(999)
+    with pytest.raises(ConfigError, match=naming("1000", "lower places", "limits.conf")):
+        pool._allow_files(999, "places")
+    with pytest.raises(ConfigError, match=naming("1000", "the servers' --max-num-seqs")) as refused:
+        rollout_on(FakeVLLM(max_num_seqs=999))
+    assert "strop docs" not in str(refused.value)  # a server that is started so, too, is refused
 
 
 def test_finished_and_advanced_are_called_for_every_sample():

@@ -143,7 +143,7 @@ class Pool:
                 joined = True
             except Exception as error:  # it is tried again, and named if too few answer
                 if isinstance(error, Refused | ConfigError) and not self._is_open:
-                    raise ConfigError(f"{url}: {error}; start it as in strop docs http_rollout") from error
+                    raise ConfigError(f"{url}: {error}") from error
                 if self._is_open and str(error) != str(self.out.get(url)):
                     logger.warning("%s does not join: %s", url, error)
                 self.out[url] = error
@@ -173,7 +173,9 @@ class Pool:
         server.answered_at = time.monotonic()
         self._expected.setdefault("kernels", facts["kernels"])  # equal results need equal ones
         if found := differences(facts, self._expected):
-            raise ConfigError(f"it is another engine: {'; '.join(found)}")
+            raise ConfigError(
+                f"it is another engine: {'; '.join(found)}; start it as in strop docs http_rollout"
+            )
         server.places, server.ranks, held = int(facts["max_num_seqs"]), facts["ranks"], None
         while (sealed := self.sealed) is not held:  # a transfer may begin meanwhile
             assert sealed is not None
@@ -182,7 +184,8 @@ class Pool:
                 parts = await server.wire.checksums(patience_s)
                 await asyncio.to_thread(self._verify, sealed, parts)
             held = sealed
-        _allow_files(server.places + sum(one.places for one in self.live) + _OTHER_FILES)
+        lower = "actor_rollout_ref.rollout.max_num_seqs" if self.own else "the servers' --max-num-seqs"
+        _allow_files(server.places + sum(one.places for one in self.live) + _OTHER_FILES, lower)
         self.live.append(server)
         self.out.pop(server.url, None)
         if held is not None:
@@ -405,14 +408,14 @@ def _close(loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
         pool.sealed.close()
 
 
-def _allow_files(needed: int) -> None:
+def _allow_files(needed: int, lower: str) -> None:
     """Raise the limit of open files; ``ConfigError`` if the system does not allow so many more."""
     needed += len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(_FILES)
     if 0 <= hard < needed:  # -1: no limit
         raise ConfigError(
             f"a connection for each place, and others, are {needed} files, and this process may open {hard}: "
-            "raise `ulimit -Hn`, or lower max_num_seqs"
+            f"lower {lower}, or let root raise the hard limit (`ulimit -Hn`, nofile in limits.conf)"
         )
     if 0 <= soft < needed:
         resource.setrlimit(_FILES, (needed, hard))

@@ -149,7 +149,10 @@ class VLLMWire:
                     "it answers without the token: start it with STROP_TOKEN and --middleware "
                     "strop.rollout.vllm.server.RequireToken"
                 )
-        of_ranks = await self._rpc("strop_facts", deadline_s)
+        try:
+            of_ranks = await self._rpc("strop_facts", deadline_s)
+        except Refused as error:
+            raise Refused(f"{error}; start it as in strop docs http_rollout") from None
         found = of_ranks[0] | {"ranks": len(of_ranks)}
         if missing := _NEEDED - found.keys():
             raise Refused(
