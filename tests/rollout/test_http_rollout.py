@@ -336,6 +336,61 @@ def test_all_servers_gone_is_an_error_that_names_them():
         batch(rollout)
 
 
+@pytest.mark.parametrize("failing", [GENERATE, "/update_weights"])
+def test_servers_that_answer_nothing_but_errors_are_not_waited_for(caplog, impatient, failing):
+    text = "Unsupported CPU attention configuration"
+    servers = [FakeVLLM(), FakeVLLM()]
+    if failing == GENERATE:
+        rollout = rollout_on(*servers)
+        for server in servers:
+            server.script |= {path: [{"status": 500, "text": text}] for path in (GENERATE, "/collective_rpc")}
+            server.script["/health"] = [{"status": 503}]
+    for server in servers:
+        server.script[failing] = [{"status": 500, "text": text}]
+    begun = time.monotonic()
+    with pytest.raises(
+        TrainingError, match=naming("nothing but errors", text, *(one.url for one in servers))
+    ):
+        batch(rollout if failing == GENERATE else rollout_on(*servers))
+    assert time.monotonic() - begun < 10
+    assert any(text in record.getMessage() for record in caplog.records)
+
+
+def test_an_error_of_a_server_is_shown_at_once(caplog):
+    server, other = FakeVLLM(), FakeVLLM()
+    server.script[GENERATE] = [{"status": 500, "text": "Out of range float values"}]
+    batch(rollout_on(server, other))
+    (line,) = [one.getMessage() for one in caplog.records if "Out of range" in one.getMessage()]
+    assert server.url in line
+
+
+def test_servers_that_have_answered_are_waited_for(impatient):
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    batch(rollout)
+    failing = [{"status": 503, "text": "busy"}]
+    server.script |= {GENERATE: failing, "/health": failing, "/collective_rpc": failing}
+    in_a_moment(3.0, server.script.clear)
+    batch(rollout)
+    assert rollout._pool._errors[server.url] > 3
+
+
+def test_a_url_that_a_file_may_not_name_changes_nothing(tmp_path, caplog):
+    first, names = FakeVLLM(), tmp_path / "servers.txt"
+    names.write_text(first.url)
+    rollout = rollout_on(urls=[str(names)])
+    names.write_text(f"{first.url}\nhttp://10.0.0.1:1\n")
+    rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    assert [server.url for server in rollout._pool.live] == [first.url]
+    assert not rollout._pool.out
+    assert "token_env" in caplog.text
+
+
+def test_a_model_that_vllm_does_not_support_is_refused_by_its_reason():
+    with pytest.raises(ConfigError, match=naming("unsupported", "heads of 32")):
+        rollout_on(FakeVLLM(unsupported="attention takes heads of 32"))
+
+
 def test_urls_of_a_file_are_read_again_at_every_transfer(alone, tmp_path, impatient):
     first, second = FakeVLLM(), FakeVLLM()
     names = tmp_path / "servers.txt"

@@ -42,6 +42,8 @@ _LOOK_S, _PROBE_S, _FACTS_S, _AGAIN_S = 0.2, 10.0, 60.0, 0.5
 _FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
 _DEADLY = 3
 """Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
+_ERRORS = 3
+"""Errors that every server answers before any answer, after which the run does not wait for better ones."""
 _COUNTED = (
     "rollout/lost_requests", "rollout/lost_tokens", "rollout/cut_tokens", "weights/bytes",
     "weights/pause_s", "weights/joins",
@@ -95,6 +97,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._suspects = asyncio.Lock()
         self._slowest = 0.0
+        self._errors = Counter[str]()
         self.counts = defaultdict[str, float](float)
 
     async def open(self) -> None:
@@ -144,6 +147,7 @@ class Pool:
             except Exception as error:  # it is tried again, and named if too few answer
                 if isinstance(error, Refused | ConfigError) and not self._is_open:
                     raise ConfigError(f"{url}: {error}") from error
+                self._count_error(url, error)
                 if self._is_open and str(error) != str(self.out.get(url)):
                     logger.warning("%s does not join: %s", url, error)
                 self.out[url] = error
@@ -212,6 +216,7 @@ class Pool:
         try:
             return await self._bring(server, sealed)
         except (Lost, Refused, OSError) as error:
+            self._count_error(server.url, error)
             self._lose(server, Lost(f"the transfer of {sealed.version} failed: {error}"))
             return 0.0
 
@@ -242,20 +247,32 @@ class Pool:
                 waiter.set_result(None)
                 number -= 1
 
+    def _count_error(self, url: str, error: Exception) -> None:
+        """Count an error that a server answers, and log its first one."""
+        if isinstance(error, Lost) and error.is_error:
+            if not self._errors[url]:
+                logger.warning("%s: %s", url, error)
+            self._errors[url] += 1
+
     async def _enough(self) -> None:
         """Wait until ``min_servers`` answer."""
         while len(self.live) < self._settings.min_servers:
+            if not self._slowest and all(self._errors[url] >= _ERRORS for url in self._keepers):
+                raise TrainingError(f"rollout.http: servers answer nothing but errors: {self._reasons()}")
             self._require_patience(self._settings.min_servers)
             await asyncio.sleep(_AGAIN_S)
 
     def _require_patience(self, needed: int) -> None:
         """Raise ``TrainingError`` if the last server has left for ``patience_s``."""
         if time.monotonic() - self._left_at > self._settings.patience_s:
-            reasons = "; ".join(f"{url}: {error}" for url, error in self.out.items())
             raise TrainingError(
                 f"rollout.http: {len(self.live)} servers answer, {needed} are needed (min_servers="
-                f"{self._settings.min_servers}), for {self._settings.patience_s:.0f} s: {reasons}"
+                f"{self._settings.min_servers}), for {self._settings.patience_s:.0f} s: {self._reasons()}"
             )
+
+    def _reasons(self) -> str:
+        logs = {server.url: f"\n{server.last_lines()}" for server in self.own}
+        return "; ".join(f"{url}: {error}{logs.get(url, '')}" for url, error in self.out.items())
 
     async def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-probs of the ids of each row but the first, each given those before it."""
@@ -298,6 +315,7 @@ class Pool:
                     self.counts["rollout/lost_requests"] += 1
                     self.counts["rollout/lost_tokens"] += error.tokens
                     failures[server] += 1
+                    self._count_error(server.url, error)
                     await self._check(server, error, sent_at)
                 else:
                     server.answered_at = time.monotonic()

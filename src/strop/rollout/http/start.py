@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -35,7 +36,8 @@ from strop.rewards.process_tree import (
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 1.0
-_LINES, _END_S = 15, 20.0
+_LINES, _ERRORS, _END_S = 15, 3, 20.0
+_ERROR = re.compile(r"\b\w*(Error|Exception): .*")
 _TRAINERS = ("VLLM_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCHELASTIC_")
 """Beginnings of variables that are meant for the run's own process."""
 
@@ -104,9 +106,12 @@ class OwnServer:
         return self._guard.poll() is not None
 
     def last_lines(self) -> str:
-        """Return the end of its log."""
+        """Return the first errors that its log names, and its end."""
         with contextlib.suppress(OSError):
-            return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LINES:])
+            lines = self._log.read_text(errors="replace").splitlines()
+            # the end of vLLM's log is where its other processes notice that one has died of them
+            errors = dict.fromkeys(found[0] for line in lines if (found := _ERROR.search(line)))
+            return "\n".join([*itertools.islice(errors, _ERRORS), *lines[-_LINES:]])
         return ""
 
     def stop(self) -> None:

@@ -44,11 +44,20 @@ class Lost(Exception):
     """No usable answer: no connection, none within the deadline, a failure of the server, or an abort."""
 
     def __init__(
-        self, why: str, *, by_deadline: bool = False, is_stale: bool = False, tokens: int = 0
+        self,
+        why: str,
+        *,
+        by_deadline: bool = False,
+        is_stale: bool = False,
+        is_error: bool = False,
+        tokens: int = 0,
     ) -> None:
-        """``is_stale``: the server has been started again, without the run's weights."""
+        """``is_stale``: the server has been started again, without the run's weights.
+
+        ``is_error``: the server itself says that it failed.
+        """
         super().__init__(why)
-        self.by_deadline, self.is_stale, self.tokens = by_deadline, is_stale, tokens
+        self.by_deadline, self.is_stale, self.is_error, self.tokens = by_deadline, is_stale, is_error, tokens
 
 
 class Refused(Exception):
@@ -104,8 +113,8 @@ class Connection:
         except httpx2.HTTPError as error:
             raise Lost(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 300:
-            kind = Lost if response.status_code >= 500 else Refused
-            raise kind(f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}")
+            text = f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}"
+            raise Lost(text, is_error=True) if response.status_code >= 500 else Refused(text)
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(raw or b"{}"), dict):
                 return found
