@@ -264,6 +264,22 @@ class Replies:
 TURNS = ("actor_rollout_ref.rollout.stop_token_ids=[4,5,6,7,8,9]",)  # a random policy seldom says <end>
 
 
+RAY = ("trainer.worker_group=ray",)
+DISK = ("actor_rollout_ref.rollout.weight_transfer=disk",)
+
+
+@pytest.mark.parametrize("more", [DISK, RAY], ids=["disk", "ray"])
+def test_neither_a_folder_of_weights_nor_ray_changes_a_run(inputs, tmp_path, runs_in_process, more, request):
+    if () not in runs_in_process:
+        options = (*SMALL, "actor_rollout_ref.rollout.name=vllm")
+        runs_in_process[()] = run_of(inputs, tmp_path / "vllm", *options)
+    if more == RAY:
+        request.getfixturevalue("ray_session")
+    found = run_of(inputs, tmp_path / "http", *SMALL, *HTTP, *more)
+    assert found[0] == runs_in_process[()][0]
+    assert not [*(tmp_path / "http" / "weights").glob("*")]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("more", [(), APART, TURNS, (*APART, *TURNS)], ids=["0", "1", "turns", "turns 1"])
 def test_a_run_is_that_of_the_engine_in_the_process(inputs, tmp_path, runs_in_process, more, n):
