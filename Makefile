@@ -52,6 +52,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/rollout_hf.py
 	$(BIN)/python benchmarks/rollout_vllm.py
 	$(BIN)/python benchmarks/http_weights.py --out benchmarks/results/http_weights_$(TODAY).md
+	$(BIN)/python benchmarks/http_rollout.py
 	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py
 	PYTHONPATH=examples $(BIN)/python benchmarks/turns.py --out benchmarks/results/turns_$(TODAY).md
 	$(BIN)/python benchmarks/packing.py
