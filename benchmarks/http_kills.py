@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,26 +36,41 @@ PAUSES = {"fake": (5.0, 20.0), "real": (60.0, 180.0)}
 LOOK_S, END_S = 5.0, 120.0
 
 
-def serve_fakes(seed: int) -> None:
-    """Print the URLs of four fakes, then kill one after another for ever."""
+def serve_fake(port: int) -> None:
+    """Serve one fake until this process is killed."""
     from fake_vllm import FakeVLLM
 
-    draw, servers = random.Random(seed), [FakeVLLM(vocabulary=19, max_num_seqs=8) for _ in range(4)]
-    print(*(server.url for server in servers), flush=True)
+    server = FakeVLLM(vocabulary=19, max_num_seqs=8, port=port)
+    server.delay = 0.02
+    while True:
+        time.sleep(0.1)
+        server.seen.clear()
+
+
+def serve_fakes(seed: int) -> None:
+    """Print the URLs of four fakes, each in a process, then kill one after another for ever."""
+    draw, ports = random.Random(seed), []
+    for _ in range(4):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    start = multiprocessing.get_context("fork").Process
+    servers = [start(target=serve_fake, args=(port,), daemon=True) for port in ports]
     for server in servers:
-        server.delay = 0.02
+        server.start()
+    print(*(f"http://127.0.0.1:{port}" for port in ports), flush=True)
     returns: dict[int, float] = {}
     next_kill = time.monotonic() + draw.uniform(*PAUSES["fake"])
     while True:
         time.sleep(0.1)
-        for server in servers:
-            server.seen.clear()
         for number in [number for number, at in returns.items() if at < time.monotonic()]:
+            servers[number] = start(target=serve_fake, args=(ports[number],), daemon=True)
             servers[number].start()
             del returns[number]
         if time.monotonic() > next_kill and len(returns) < len(servers) - 1:
             number = draw.choice([number for number in range(len(servers)) if number not in returns])
             servers[number].kill()
+            servers[number].join()
             print("killed", number, flush=True)
             returns[number] = time.monotonic() + draw.uniform(3, 15)
             next_kill = time.monotonic() + draw.uniform(*PAUSES["fake"])

@@ -51,6 +51,7 @@ class FakeVLLM:
         idle_close: float | None = None,
         token: str | None = None,
         host: str = "127.0.0.1",
+        port: int = 0,
         vocabulary: int = 61,
         **facts: Any,
     ) -> None:
@@ -60,7 +61,8 @@ class FakeVLLM:
         self.seen: list[dict[str, Any]] = []
         self.most_open = 0
         with socket.socket() as free:
-            free.bind((host, 0))
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that was killed
+            free.bind((host, port))
             self.port = free.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
         self._loop = asyncio.new_event_loop()

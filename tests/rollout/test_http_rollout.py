@@ -68,6 +68,14 @@ def test_a_batch_does_not_depend_on_servers_places_or_speed(alone):
     assert found.meta_info["rollout_metrics"]["rollout/servers_live"] == 2
 
 
+def test_servers_that_were_started_again_have_not_died_of_a_request(alone):
+    servers = [FakeVLLM(), FakeVLLM(), FakeVLLM(), FakeVLLM(max_num_seqs=1)]
+    rollout = rollout_on(*servers)
+    for server in servers[:3]:
+        server.version = "default"
+    assert equal(batch(rollout), alone)
+
+
 def test_samples_are_the_servers_answers():
     server = FakeVLLM()
     found = batch(rollout_on(server)).batch

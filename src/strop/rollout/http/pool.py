@@ -314,7 +314,8 @@ class Pool:
                     last = f"{server.url}: {error}" + "; raise http.deadline_s" * error.by_deadline
                     self.counts["rollout/lost_requests"] += 1
                     self.counts["rollout/lost_tokens"] += error.tokens
-                    failures[server] += 1
+                    if not error.is_stale:  # it was started again meanwhile, and this request has not ended it
+                        failures[server] += 1
                     self._count_error(server.url, error)
                     await self._check(server, error, sent_at)
                 else:
