@@ -156,7 +156,7 @@ class Pool:
                 if own is not None and own.has_ended:
                     self._lose(server, Lost("its process has ended"))
             if own is None:
-                await asyncio.sleep(_PROBE_S)
+                await asyncio.sleep(_PROBE_S if self.live else _AGAIN_S)
             elif joined or own.has_ended:
                 log = own.last_lines()
                 restarts = 1 if server.served else restarts + 1
@@ -314,7 +314,9 @@ class Pool:
                     last = f"{server.url}: {error}" + "; raise http.deadline_s" * error.by_deadline
                     self.counts["rollout/lost_requests"] += 1
                     self.counts["rollout/lost_tokens"] += error.tokens
-                    if not error.is_stale:  # it was started again meanwhile, and this request has not ended it
+                    if (
+                        not error.is_stale
+                    ):  # it was started again meanwhile, and this request has not ended it
                         failures[server] += 1
                     self._count_error(server.url, error)
                     await self._check(server, error, sent_at)
