@@ -83,6 +83,7 @@ seeds               | Bn  | int64   | seed   | driver  | rollout | one per sampl
 prompts             | BP  | int64   | id     | rollout | rewards, samples | the prompt's part of input_ids
 responses           | BT  | int64   | id     | rollout | forward passes | the response's part of input_ids
 response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
+follows             | BT  | int32   | index  | rollout | passes, advantages | algorithms.token_tree | a tree
 rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
 rollout_versions    | BT  | int32   | number | rollout | samples | sampled it; else -1
 truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
@@ -142,6 +143,7 @@ response_length     | B   | int32   | tokens | samples | validation, view | samp
 prompt_ids          | B*  | int32   | id     | samples | users | without padding
 response_ids        | B*  | int32   | id     | samples | view | without padding
 response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
+follows             | B*  | int32   | index  | samples | users | response token before each; -1, -2 | a tree
 rollout_versions    | B*  | int32   | number | samples | users | version that sampled the token | optional
 """)
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "update_log_probs", "ref_log_prob")

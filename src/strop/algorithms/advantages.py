@@ -13,6 +13,7 @@ calls it through ``estimate``:
     scores [B]             the score of each sample, before the KL penalty
     token_scores [B,T]     the same per token
     baseline_scores [B]    the score of the greedy response to the sample's prompt
+    follows [B,T]          the token before each (``strop.algorithms.token_tree``); None: all rows are plain
     gamma, lam             algorithm.gamma, algorithm.lam
     whiten                 algorithm.whiten_advantages
     norm_by_std            algorithm.norm_adv_by_std_in_grpo
@@ -100,7 +101,7 @@ _EQUAL = 1e-6
 """Scores that differ by no more are equal."""
 
 _INPUTS = ("rewards", "response_mask", "values", "uid", "scores", "token_scores", "baseline_scores")
-AVAILABLE = frozenset((*_INPUTS, "gamma", "lam", "whiten", "norm_by_std"))
+AVAILABLE = frozenset((*_INPUTS, "follows", "gamma", "lam", "whiten", "norm_by_std"))
 
 ESTIMATORS: dict[str, Estimator] = {}
 
@@ -156,7 +157,8 @@ def gae(
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next
     position with mask 1: positions with mask 0 are skipped without a discount, and their rewards do not
     count. After the last one, V and A are 0. returns = A + V, before the advantages are whitened over the
-    batch.
+    batch. In a session whose tokens form a tree, t + 1 is the next sampled token in the order of its calls,
+    also over a rewritten history or the calls of a sub-agent: they are one episode, with one score.
     """
     rewards_BT, values_BT = zero_masked(rewards, response_mask), zero_masked(values, response_mask)
     next_value_B = next_advantage_B = rewards_BT.new_zeros(len(rewards_BT))
@@ -205,7 +207,13 @@ def grpo(
 
 @register_estimator("turn_level")
 def turn_level(
-    rewards: Tensor, response_mask: Tensor, uid: Uid, token_scores: Tensor | None = None, *, norm_by_std: bool
+    rewards: Tensor,
+    response_mask: Tensor,
+    uid: Uid,
+    token_scores: Tensor | None = None,
+    follows: Tensor | None = None,
+    *,
+    norm_by_std: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute group-relative advantages of turns, for samples of several turns with rewards by turn.
 
@@ -216,7 +224,7 @@ def turn_level(
     """
     rewards_BT = zero_masked(rewards, response_mask)
     scores_BT = rewards_BT if token_scores is None else zero_masked(token_scores, response_mask)
-    turn_BT = turns_of(response_mask)
+    turn_BT = turns_of(response_mask, follows)
     advantages_BT, returns_BT = torch.zeros_like(rewards_BT), torch.zeros_like(rewards_BT)
     for turn in range(int(turn_BT.max()) + 1):
         own_BT = turn_BT == turn
@@ -234,13 +242,17 @@ def turn_level(
     return advantages_BT, returns_BT
 
 
-def turns_of(response_mask: Tensor) -> Tensor:
+def turns_of(response_mask: Tensor, follows: Tensor | None = None) -> Tensor:
     """Return the number of each token's turn [B, T] int64, from 0; -1 on tokens with mask 0.
 
-    A turn is a run of tokens with mask 1: every answer that is inserted has a token.
+    A turn is a run of tokens with mask 1, each after the one before it: every answer that is inserted has a
+    token, but a second call with the same context has none.
     """
     sampled_BT = response_mask.bool()
-    begins_BT = sampled_BT & ~torch.nn.functional.pad(sampled_BT[:, :-1], (1, 0))
+    goes_on_BT = torch.nn.functional.pad(sampled_BT[:, :-1], (1, 0))
+    if follows is not None:
+        goes_on_BT &= follows == torch.arange(-1, follows.shape[1] - 1, device=follows.device)
+    begins_BT = sampled_BT & ~goes_on_BT
     return (begins_BT.cumsum(-1) - 1).masked_fill(~sampled_BT, -1)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.algorithms.token_tree import computed_tokens
 from strop.protocol import DataProto
 
 
@@ -71,9 +72,11 @@ def shard(batch: DataProto, ranks: int) -> Shards:
 
 
 def _lengths(batch: DataProto) -> list[int]:
-    """Return tokens per row; 1 each if the batch has no ``attention_mask``."""
+    """Return tokens per row, of all leaves of a tree; 1 each if the batch has no ``attention_mask``."""
     if "attention_mask" not in batch.batch:
         return [1] * len(batch)
+    if "follows" in batch.batch:
+        return computed_tokens(batch.batch)
     return batch.batch["attention_mask"].sum(dim=1).tolist()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.algorithms.token_tree import has_branches, leaves
 from strop.errors import ConfigError
 from strop.models.passes.micro_batch import MicroBatch
 from strop.models.prompts_once import first_with_prompt
@@ -30,8 +31,9 @@ class MicroBatching:
 
         With ``packed`` the samples of a prompt share one as far as they fit. ``max_tokens`` bounds rows x
         columns of a micro-batch after ``trim``, or its real tokens with ``packed``; one row above it is a
-        ``ConfigError``. The longest micro-batches are halved until there are ``at_least`` many; with fewer
-        rows the last ones are empty.
+        ``ConfigError``. Rows whose tokens form a tree count as the sequences of their leaves, whose tokens no
+        key bounds: one above the bound has a micro-batch of its own. The longest micro-batches are halved
+        until there are ``at_least`` many; with fewer rows the last ones are empty.
         """
         pieces = self._pieces(batch, packed)
         while len(pieces) < at_least:
@@ -47,6 +49,35 @@ class MicroBatching:
         return MicroBatching(max_tokens=max(self.max_tokens, int(batch.batch["attention_mask"].sum(1).max())))
 
     def _pieces(self, batch: DataProto, packed: bool) -> list[Tensor]:
+        if "follows" not in batch or not (tree_B := has_branches(batch.batch["follows"])).any():
+            return self._of_rows(batch, packed)
+        # apart, so that trees have no influence on the passes of plain rows
+        plain, trees = (~tree_B).nonzero()[:, 0], tree_B.nonzero()[:, 0]
+        pieces = [trees[piece] for piece in self._of_trees(batch[trees], packed)]
+        return (
+            [plain[piece] for piece in self._of_rows(batch[plain], packed)] + pieces if len(plain) else pieces
+        )
+
+    def _of_trees(self, batch: DataProto, packed: bool) -> list[Tensor]:
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(len(batch))]
+        for leaf in leaves(batch.batch):
+            parts[leaf.row].append((leaf.first, len(leaf.columns_K) - leaf.first))
+
+        def is_too_large(rows: list[int]) -> bool:
+            before, after = zip(*(lengths for row in rows for lengths in parts[row]), strict=True)
+            if self.max_tokens is None:
+                return self.rows is not None and len(before) > self.rows
+            padded = len(before) * (max(before) + max(after))  # the columns of strop.models.tree
+            return (sum(before) + sum(after) if packed else padded) > self.max_tokens
+
+        pieces: list[list[int]] = [[]]
+        for row in sorted(range(len(batch)), key=lambda row: -sum(map(sum, parts[row]))):
+            if pieces[-1] and is_too_large([*pieces[-1], row]):
+                pieces.append([])
+            pieces[-1].append(row)
+        return [torch.tensor(rows) for rows in pieces]
+
+    def _of_rows(self, batch: DataProto, packed: bool) -> list[Tensor]:
         lengths_B = batch.batch["attention_mask"].sum(dim=1)
         # stable: equal lengths keep the batch's order, so the split is the same on every machine
         order_B = torch.argsort(lengths_B, descending=True, stable=True)
@@ -131,6 +162,15 @@ def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> MicroBat
         if "response_mask" in batch:
             batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
     return MicroBatch.on(device, trim(batch[rows]))
+
+
+def require_no_tree(batch: DataProto, setting: str, remedy: str) -> None:
+    """Raise ``ConfigError`` for a column ``follows``: passes by this ``setting`` do not unfold it."""
+    if "follows" in batch:
+        raise ConfigError(
+            f"{setting}: the batch has a column follows, sessions of an agent whose tokens form a tree, which "
+            f"its passes do not unfold; {remedy}"
+        )
 
 
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers, experts_of
 from strop.models.transformers_private import attention_name
+from strop.models.tree import leaves_of
 from strop.models.ulysses import SequenceGroup, check_shareable
 
 logger = logging.getLogger(__name__)
@@ -256,8 +257,9 @@ class RoleModel(nn.Module):
         return experts_of(self.hugging_face_model.config.get_text_config()) > 0
 
     def sequences(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the sequences that a pass over ``batch`` computes: by default one for each row."""
-        return batch
+        """Return the sequences that a pass over ``batch`` computes: by default one for each row or leaf."""
+        leaves = leaves_of(batch)
+        return batch if leaves is None else leaves.sequences
 
     def packing(self, batch: Mapping[str, Tensor]) -> Packing | None:
         """Return the packing of these sequences; None for a padded pass."""

@@ -21,6 +21,7 @@ from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
 from strop.models.heads import decoder_of, model_errors, require_numbers
+from strop.models.tree import by_leaf
 from strop.torch_private import has_forward_hooks
 
 Projection = Callable[[Tensor], Tensor]
@@ -148,6 +149,7 @@ class PolicyModel(RoleModel):
 
         return LogitProjection(self.hugging_face_model.config, frozen)
 
+    @by_leaf
     def forward(
         self,
         batch: Mapping[str, Tensor],

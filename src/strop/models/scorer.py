@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
 from strop.models.passes.micro_batch import MicroBatch, on_cpu, places_of
 from strop.models.prompts_once import prompt_width
+from strop.models.tree import by_leaf
 
 REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
 """Entries of a reward model's config.json: mean and standard deviation of its scores on held-out pairs."""
@@ -39,6 +40,7 @@ class ValueModel(RoleModel):
         for name in (REWARD_MEAN, REWARD_STD):
             vars(hugging_face_model.config).pop(name, None)
 
+    @by_leaf
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``values`` [B, T] float32, 0 where ``response_mask`` is 0.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from strop.algorithms.token_tree import plain
 from strop.config.backends import ROLLOUTS
 from strop.errors import ConfigError, DataError, TrainingError
 from strop.protocol import DataProto
@@ -223,6 +224,8 @@ class Samples(NamedTuple):
     truncated: Tensor
     sampled: Tensor | None = None
     """Tokens [R, T] that the policy sampled; None: all up to ``lengths``."""
+    follows: Tensor | None = None
+    """[R, T] of ``strop.algorithms.token_tree``; None: each token follows the one before it."""
 
 
 def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
@@ -264,8 +267,8 @@ def answer(
 
     Columns: prompts [R, P], responses, response_mask, rollout_log_probs [R, T], input_ids, attention_mask,
     position_ids [R, P + T], truncated [R]; with ``eos_token_ids`` also stop_tokens [R], with
-    ``hidden_token_ids`` (those that decoding leaves out) also hidden_tokens [R]. Raises ``TrainingError`` if
-    a log-prob is not finite.
+    ``hidden_token_ids`` (those that decoding leaves out) also hidden_tokens [R], and follows [R, T] if
+    ``samples`` have it. Raises ``TrainingError`` if a log-prob is not finite.
     """
     device = prompts.batch["input_ids"].device
     lengths, truncated = samples.lengths.to(device), samples.truncated.to(device)
@@ -294,12 +297,18 @@ def answer(
         "rollout_log_probs": log_probs,
         "truncated": truncated,
     }
+    if samples.follows is not None:
+        follows = samples.follows.to(device, torch.int32)
+        generated["follows"] = torch.where(present, follows, plain(*present.shape).to(device))
     if eos_token_ids is not None:
         ends = _is_any(responses, (*eos_token_ids, *params.stop_token_ids)) & sampled
         generated["stop_tokens"] = ends.sum(1)
     if hidden_token_ids is not None:
         # the stop token at the end of a turn is not in the text either, as it should be: it is not counted
-        is_last = sampled & ~torch.nn.functional.pad(sampled[:, 1:], (0, 1))
+        goes_on = sampled[:, 1:]
+        if "follows" in generated:  # a second call with the same context
+            goes_on = goes_on & (generated["follows"] == plain(*sampled.shape).to(device))[:, 1:]
+        is_last = sampled & ~torch.nn.functional.pad(goes_on, (0, 1))
         position = torch.arange(params.max_tokens, device=device)
         is_end = is_last & (~truncated[:, None] | (position < lengths[:, None] - 1))
         generated["hidden_tokens"] = (_is_any(responses, hidden_token_ids) & sampled & ~is_end).sum(1)

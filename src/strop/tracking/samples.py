@@ -154,6 +154,8 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     columns["response_length"] = pa.array(sampled_BT.sum(axis=1, dtype=np.int32))
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
+    if "follows" in tensors:
+        columns["follows"] = _lists(tensors["follows"].astype(np.int32), response_real_BT)
     if "rollout_versions" in tensors:
         columns["rollout_versions"] = _lists(tensors["rollout_versions"], response_real_BT)
     for name, bits in TOKEN_COLUMNS.items():

@@ -50,10 +50,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-_ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")
 _ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden")
 _EVALUATED = ("old_log_probs", "ref_log_prob", "values")
-_CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
 
 
 class Groups(NamedTuple):
@@ -117,6 +115,11 @@ def loss_inputs(config: Config) -> list[str]:
     of_sampler = ["rollout_log_probs"] if actor.rollout_is or actor.use_rollout_log_probs else []
     policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent)
     return [*of_sampler, *extra_inputs(policy_loss)]
+
+
+def _with_inputs(batch: DataProto, *names: str) -> DataProto:
+    """Return the columns of the models' passes and those of these names."""
+    return batch.select(*_MODEL_INPUTS, *(("follows",) if "follows" in batch else ()), *names)
 
 
 def _require_finite_columns(batch: DataProto) -> None:
@@ -304,7 +307,7 @@ class PPO:
         self, batch: DataProto, timer: PhaseTimer, *, with_old_log_probs: bool
     ) -> dict[str, Future]:
         """Start the forward passes over the samples, by phase; groups in different pools run concurrently."""
-        inputs = batch.select(*_MODEL_INPUTS)
+        inputs = _with_inputs(batch)
         methods = {}
         if self.use_reference:
             methods["ref"] = self.groups.ref.compute_ref_log_prob
@@ -325,7 +328,7 @@ class PPO:
                 batch = batch.union(call.get())
         if self.full_kl:  # the actor compares its distributions with those of the reference's hidden states
             with timer.phase("old_log_prob"):
-                inputs = batch.select(*_MODEL_INPUTS, "ref_hidden")
+                inputs = _with_inputs(batch, "ref_hidden")
                 batch = batch.union(self.groups.actor.compute_log_prob(inputs))
         _require_finite_columns(batch)
         return batch
@@ -353,6 +356,7 @@ class PPO:
             scores=masked_sum(columns["token_level_scores"], mask_BT, dim=-1),
             token_scores=columns["token_level_scores"],
             baseline_scores=columns.get("baseline_scores"),
+            follows=columns.get("follows"),
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             whiten=algorithm.whiten_advantages,
@@ -373,7 +377,7 @@ class PPO:
         section = self.config.critic
         self.before_update()
         with timer.phase("update_critic"):
-            parts = self._mini_batches(batch.select(*_CRITIC_COLUMNS), section, "critic", iteration)
+            parts = self._mini_batches(_with_inputs(batch, "values", "returns"), section, "critic", iteration)
             update = self.groups.critic.update_critic
             return PendingUpdates(update, parts, loss_agg_mode=section.loss_agg_mode)
 
@@ -386,7 +390,7 @@ class PPO:
         with timer.phase("update_actor"):
             # Ratios of the samples that are written down: new log-probs against the old ones.
             record = not recorded and self.writes_samples(iteration)
-            inputs = batch.select(*_ACTOR_COLUMNS, *optional)
+            inputs = _with_inputs(batch, "advantages", *optional)
             parts = self._mini_batches(inputs, section, "actor", iteration, record=record)
             update = actor.update_actor_on_policy if recorded else actor.update_actor
             return PendingUpdates(update, parts, loss_agg_mode=section.loss_agg_mode)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from strop.controller.group import Dispatch, register
 from strop.data.rewriting import Rewriter
+from strop.engines.micro_batches import require_no_tree
 from strop.models.folder import load_tokenizer
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker
@@ -57,6 +58,7 @@ class RewardModelWorker(RoleWorker):
         return DataProto(self.engine.infer(inputs, micro.holding_rows_of(inputs)))
 
     def _inputs(self, batch: DataProto) -> DataProto:
+        require_no_tree(batch, "reward_model.enable=True", "set it to False, and score with a function")
         if self.rewriter is not None:
             return self.rewriter(batch)
         columns = ("input_ids", "attention_mask", "position_ids", "response_mask")

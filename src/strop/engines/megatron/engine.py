@@ -32,7 +32,7 @@ from strop.engines.megatron.parallel import data_parallel_sum, from_last_stage, 
 from strop.engines.megatron.roles import StagedPolicy, VocabularyShard, staged
 from strop.engines.megatron.settings import ParallelSettings
 from strop.engines.megatron.weights import Weights, weights_on_demand
-from strop.engines.micro_batches import MicroBatching, columns_of, restore
+from strop.engines.micro_batches import MicroBatching, columns_of, require_no_tree, restore
 from strop.engines.torch.export import set_entries, write_folder
 from strop.errors import ConfigError, ModelError
 from strop.models.comparison import TOLERANCE, chosen_figures, few_rows
@@ -201,6 +201,7 @@ class MegatronEngine:
 
         An interleaved pipeline needs a multiple of its stages.
         """
+        require_no_tree(batch, "strategy=megatron", "set it to fsdp")
         wanted = ranks.largest(len(micro.split(batch, packed=True)), self.device)
         if self._mcore.virtual_pipeline_model_parallel_size:
             wanted += -wanted % self._mcore.pipeline_model_parallel_size

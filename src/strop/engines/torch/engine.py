@@ -24,7 +24,7 @@ from strop import ranks
 from strop.config.names import sets_noise
 from strop.config.paths import MERGED_CONFIG
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
-from strop.engines.micro_batches import MicroBatching, columns_of, restore
+from strop.engines.micro_batches import MicroBatching, columns_of, require_no_tree, restore
 from strop.engines.torch import state
 from strop.engines.torch.export import set_entries, write_folder, writing
 from strop.engines.torch.offload import Offload
@@ -265,6 +265,7 @@ class TorchEngine:
         group, mask_BL = self.module.sequence_group, batch.batch["attention_mask"]
         if group is None:
             return
+        require_no_tree(batch, f"ulysses_sequence_parallel_size={group.size}", "set it to 1")
         places_L = torch.arange(1, mask_BL.shape[1] + 1)
         # weighted by place, so that another order of tokens or rows gives another number
         ids_B = (batch.batch["input_ids"] * mask_BL * places_L).sum(dim=1)
