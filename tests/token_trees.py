@@ -56,7 +56,7 @@ def random_batch(rows: int, seed: int = 0, **options: int) -> Columns:
 
 
 def sequences(batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-    """Yield for each leaf: its row, its token ids, and (place there, place in the response) of its own tokens.
+    """Yield for each leaf: its row, its token ids, and (place there, place in the response) of own tokens.
 
     By definition: from each token that no other follows, back to the one that follows none.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import tempfile
 import weakref
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import token_trees
 import torch
 import torch.distributed as dist
 import transformers
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from strop import ranks
+from strop.algorithms.token_tree import NOTHING, PROMPT, Call
 from strop.config.load import load_config
 from strop.engines.base import OptimizerSettings, weights_hash
 from strop.engines.micro_batches import MicroBatching
@@ -66,7 +69,18 @@ def engine(folder: Path, role: str = "actor", *, sharding: dict[str, Any] | None
 
 def samples(n_rows: int = 16, seed: int = 0) -> DataProto:
     """A mini-batch with every column that the objectives read."""
-    found = random_samples(n_rows, seed=seed)
+    return _with_figures(random_samples(n_rows, seed=seed), seed)
+
+
+def sessions(n_rows: int = 8) -> DataProto:
+    """A mini-batch in which the tokens of every other row form a tree: on two ranks, those of the first."""
+    draw = random.Random(1)
+    trees = [[*token_trees.calls_of(draw), Call(NOTHING, [12, 5], [6])] for _ in range(n_rows // 2)]
+    plain = [Call(PROMPT, [], [8, 9, 5]), Call(0, [11], [4])]
+    return _with_figures(DataProto(token_trees.batch_of([row for tree in trees for row in (tree, plain)])), 0)
+
+
+def _with_figures(found: DataProto, seed: int) -> DataProto:
     generator = torch.Generator().manual_seed(5 + seed)
     mask = found.batch["response_mask"]
     for name, scale in (("advantages", 1.0), ("old_log_probs", 0.3), ("values", 0.3), ("returns", 1.0)):
@@ -229,10 +243,17 @@ def initial(folder: Path, role: str) -> Weights:
     return weights(engine(folder, role))
 
 
-def gradient(folder: Path, role: str, micro: MicroBatching, options: dict[str, Any]) -> tuple[Weights, float]:
+def gradient(
+    folder: Path,
+    role: str,
+    micro: MicroBatching,
+    options: dict[str, Any],
+    make: Callable[[], DataProto] = samples,
+) -> tuple[Weights, float]:
     """The whole gradient of one mini-batch, and its norm as the step reports it."""
-    trained, batch = engine(folder, role, **options), samples()
-    trained.forward_backward(mine(batch), objective(role, batch), micro, temperature=0.9)
+    trained, batch = engine(folder, role, **options), make()
+    options = {"temperature": 0.9} if role == "actor" else {}
+    trained.forward_backward(mine(batch), objective(role, batch), micro, **options)
     found = {name: whole(weight.grad) for name, weight in trained.module.named_parameters()}
     found = {name: tensor.clone() for name, tensor in found.items()}
     return found, trained.optimizer_step(0.0).grad_norm

@@ -144,6 +144,17 @@ def test_the_gradient_is_the_sum_over_the_ranks_and_the_same_norm_everywhere(fol
     assert all(distance(gradient, expected) < 1e-6 for gradient, _ in found)
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(
+    "micro", [MicroBatching(rows=2), MicroBatching(max_tokens=60)], ids=["rows", "tokens"]
+)
+def test_trees_on_one_rank_alone_give_the_gradient_of_one_process(folder, ranks, role, micro):
+    [(expected, norm)] = ranks.run(1, jobs.gradient, folder, role, ROWS, {}, jobs.sessions)
+    for found, found_norm in ranks.run(2, jobs.gradient, folder, role, micro, {}, jobs.sessions):
+        assert distance(found, expected) < 1e-6
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("role", "mode"),
     [

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import families
 import pytest
+import token_trees
 import torch
 
+from strop.algorithms.token_tree import PROMPT, Call
 from strop.models.passes.micro_batch import MicroBatch
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
-
-import token_trees
 
 
 @pytest.fixture
@@ -32,9 +34,14 @@ def role_of(name: str, *, packed: bool):
     return role
 
 
-def separately(name: str, batch):
-    """Return the figures of all sampled tokens and the gradient of their weighted sum, row by row of a leaf."""
-    role = role_of(name, packed=False)
+def random_trees():
+    return token_trees.random_batch(200)
+
+
+@functools.cache
+def separately(name: str):
+    """Return the figures of all sampled tokens and the gradient of their weighted sum, leaf by leaf."""
+    batch, role = random_trees(), role_of(name, packed=False)
     model, found = role.hugging_face_model, {}
     weights, total = weights_of(batch), 0.0
     for row, ids, own in token_trees.sequences(batch):
@@ -72,8 +79,8 @@ def gradient_of(role) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", list(ROLES))
 def test_200_random_trees_equal_separate_rows(in_float64, name, packed):
-    batch = token_trees.random_batch(200)
-    expected, expected_gradient = separately(name, batch)
+    batch = random_trees()
+    expected, expected_gradient = separately(name)
     role = role_of(name, packed=packed)
     outputs = role(MicroBatch.on(torch.device("cpu"), batch))
     weights = weights_of(batch)
@@ -82,3 +89,29 @@ def test_200_random_trees_equal_separate_rows(in_float64, name, packed):
     for kind, output in outputs.items():
         torch.testing.assert_close(output.detach(), expected[kind], atol=1e-12, rtol=0)
     assert (gradient_of(role) - expected_gradient).norm() <= 1e-12 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_tree_without_anything_to_learn_reaches_every_parameter(packed):
+    """Rows that fill up a rank's share: other ranks wait for its gradients."""
+    batch = token_trees.random_batch(8, seed=1)
+    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+    for name, (wrapper, head) in ROLES.items():
+        role = wrapper(families.model("Qwen2", head), packed=packed)
+        outputs = role(batch)
+        sum(output.sum() for output in outputs.values()).backward()
+        assert all(not output.any() for output in outputs.values()), name
+        assert all(weight.grad is not None and not weight.grad.any() for weight in role.parameters())
+
+
+def test_samples_of_a_prompt_share_it_in_packed_passes():
+    calls = [Call(PROMPT, [], [7, 8]), Call(PROMPT, [], [9]), Call(0, [5], [6, 4])]
+    batch = token_trees.batch_of([calls])
+    prompt = int(batch["attention_mask"].sum()) - 6
+    role, computed = PolicyModel(families.model("Qwen2"), packed=True), []
+    role.hugging_face_model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: computed.append(args[0].numel())
+    )
+    with torch.no_grad():
+        role(batch)
+    assert computed == [prompt + (5 - 1) + (1 - 1)]  # the last token of a response predicts nothing

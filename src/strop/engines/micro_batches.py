@@ -168,8 +168,8 @@ def require_no_tree(batch: DataProto, setting: str, remedy: str) -> None:
     """Raise ``ConfigError`` for a column ``follows``: passes by this ``setting`` do not unfold it."""
     if "follows" in batch:
         raise ConfigError(
-            f"{setting}: the batch has a column follows, sessions of an agent whose tokens form a tree, which "
-            f"its passes do not unfold; {remedy}"
+            f"{setting}: its passes do not unfold the column follows of the batch, in which the tokens of a "
+            f"session form a tree; {remedy}"
         )
 
 
