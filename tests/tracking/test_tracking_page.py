@@ -27,6 +27,7 @@ import yaml
 from filelock import FileLock
 from test_tracking_samples import Letters
 
+from strop.algorithms.token_tree import NOTHING, PROMPT, Call, row_of
 from strop.cli.main import main
 from strop.errors import DataError
 from strop.page.files import RunFiles
@@ -532,6 +533,34 @@ def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_pat
         browser.until("document.querySelectorAll('.uplot canvas').length > 0")
         assert browser.run("return window.hacked === undefined")
         assert browser.run("return document.documentElement.scrollWidth <= 390")  # as wide as a phone
+        assert browser.errors() == []
+
+
+def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(browser, tmp_path):
+    calls = [Call(PROMPT, [], [4, 5]), Call(NOTHING, [6], [7, 8]), Call(0, [9], [10]), Call(0, [9], [11])]
+    row, run = row_of(calls), write_run(tmp_path, steps=1)
+    columns = {
+        "prompts": torch.tensor([[3]]),
+        "responses": torch.tensor([row.ids]),
+        "attention_mask": torch.ones(1, 1 + len(row.ids)),
+        "response_mask": torch.tensor([row.sampled]).float(),
+        "follows": torch.tensor([row.follows], dtype=torch.int32),
+        "advantages": torch.arange(-4.0, 5.0)[None],
+    }
+    path = run / "rollouts" / "step_000001.parquet"
+    write_samples(path, DataProto.from_dict(columns, {"uid": ["a"]}), Letters())
+    tokens = "(box) => [...box.querySelectorAll('.token')].map((token) => token.at)"
+    with serving(run) as server:
+        browser.open(f"{server.url}#samples?row=0")
+        browser.until("document.querySelectorAll('.branches > li').length")
+        shown = browser.run(f"return [...document.querySelectorAll('.branches > li')].map({tokens})")
+        assert shown == [[0, 1, 5, 6], [7, 8], [2, 3, 4]]
+        assert mentions(browser.text(), "2 tokens of an earlier branch", "with a context of its own")
+        browser.run("document.querySelector('.branches summary').click()")
+        browser.until("document.querySelectorAll('.branches details .token').length === 2")
+        browser.hover(".branches li:last-child .token:last-child")
+        browser.until("document.getElementById('tip').textContent.includes('token 5 of 9')")
+        browser.screenshot(tmp_path / "branches.png")
         assert browser.errors() == []
 
 

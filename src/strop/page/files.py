@@ -47,7 +47,7 @@ _TEXTS = (
     *("uid", "data_source", "ground_truth", "prompt", "response", "response_with_special_tokens"),
     *("ended_by", "conversation"),
 )
-_PER_TOKEN = ("response_ids", "response_mask", "rollout_versions", *TOKEN_COLUMNS)
+_PER_TOKEN = ("response_ids", "response_mask", "follows", "rollout_versions", *TOKEN_COLUMNS)
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 _CONFIG_BYTES = 1 << 20
 _OF_A_NEW_RUN = (".lock", "config.yaml")
@@ -384,6 +384,7 @@ def _record(row: int, record: dict[str, Any], token_texts: dict[str, str]) -> di
             "ids": ids,
             "texts": [token_texts.get(str(token)) for token in ids],
             "mask": record.get("response_mask") or [1] * len(ids),
+            "follows": record.get("follows"),
             "versions": record.get("rollout_versions"),
             "numbers": [[name, rounded(record[name])] for name in TOKEN_COLUMNS if name in record],
         }

@@ -60,12 +60,40 @@ function colourOf(value, scale) {
   return `rgba(${style(hue)}, ${strength.toFixed(3)})`;
 }
 
-/** Return the tokens of a sample; numbers show on hover, on focus by keyboard and on touch. */
+/** Return the branches of a session whose tokens form a tree: tokens that an earlier branch has, and the others. */
+function branchesOf({ follows, ids }) {
+  if (!follows || follows.every((before, i) => before === i - 1)) return null;
+  const followed = new Set(follows), seen = new Set();
+  const paths = [...ids.keys()].filter((i) => !followed.has(i)).map((leaf) => {
+    const path = [];
+    for (let i = leaf; i >= 0; i = follows[i]) path.push(i);
+    return path.reverse();
+  });
+  return paths.sort((a, b) => a[0] - b[0]).map((path) => {
+    const shared = path.filter((i) => seen.has(i)), own = path.filter((i) => !seen.has(i));
+    for (const i of own) seen.add(i);
+    return { shared, own, root: follows[path[0]] === -1 ? "after the prompt" : "with a context of its own" };
+  });
+}
+
+/** Return the tokens of a sample, branch by branch, with what an earlier branch shows folded. */
 function tokensOf(sample, name, scale) {
+  const box = (tokens) => boxOf(tokens, sample, name, scale);
+  const branches = branchesOf(sample.tokens);
+  if (!branches) return box([...sample.tokens.ids.keys()]);
+  const unfold = (tokens) => ({ target }) => { if (target.children.length === 1) target.append(box(tokens)); };
+  return el("ol", { class: "branches" }, branches.map(({ shared, own, root }) => el("li", {}, el("small", {}, root),
+    shared.length ? el("details", { ontoggle: unfold(shared) }, el("summary", {}, `${short(shared.length)} tokens of an earlier branch`)) : "",
+    box(own))));
+}
+
+/** Return some tokens of a sample; numbers show on hover, on focus by keyboard and on touch. */
+function boxOf(tokens, sample, name, scale) {
   const numbers = numbersOf(sample);
   const values = numbers.get(name) ?? [];
   const box = el("div", { class: "tokens" });
-  sample.tokens.ids.forEach((id, i) => {
+  tokens.forEach((i) => {
+    const id = sample.tokens.ids[i];
     const inserted = !sample.tokens.mask[i];
     const text = sample.tokens.texts[i];
     const shown = text === null ? `[${id}]` : visible(text).replace(/\n/g, "↵\n") || "∅";
@@ -91,7 +119,8 @@ function tokensOf(sample, name, scale) {
     const next = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!next) return;
     event.preventDefault();
-    show(box.children[current ? Math.min(Math.max(current.at + next, 0), box.children.length - 1) : 0]);
+    const at = [...box.children].indexOf(current);
+    show(box.children[current ? Math.min(Math.max(at + next, 0), box.children.length - 1) : 0]);
   });
   return box;
 }
