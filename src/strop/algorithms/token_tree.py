@@ -134,10 +134,7 @@ def leaves(batch: Mapping[str, Tensor]) -> list[Leaf]:
 
 def computed_tokens(batch: Mapping[str, Tensor]) -> list[int]:
     """Return the tokens that a pass computes for each row, of all its sequences."""
-    tokens = batch["attention_mask"].sum(dim=1).tolist()
-    trees = has_branches(batch["follows"]).nonzero()[:, 0]
-    of_trees = dict.fromkeys(trees.tolist(), 0)
-    names = ("attention_mask", "response_mask", "follows")
-    for leaf in leaves({name: batch[name][trees] for name in names}):
-        of_trees[int(trees[leaf.row])] += len(leaf.columns_K)
-    return [of_trees.get(row, length) for row, length in enumerate(tokens)]
+    tokens = [0] * len(batch["follows"])
+    for leaf in leaves(batch):
+        tokens[leaf.row] += len(leaf.columns_K)
+    return tokens
