@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+import token_trees
 import torch
 from hypothesis import given, settings
 
+from strop.algorithms.token_tree import PROMPT, Call
 from strop.controller.shards import shard
 from strop.protocol import DataProto
 
@@ -84,3 +86,10 @@ def test_ranks_must_return_as_many_rows_as_they_were_given():
         shards.join([shards.parts[0], shards.parts[1][:1]])
     with pytest.raises(ValueError, match=naming("2 rows", "[3, 3]")):
         shards.join([random_samples(3), random_samples(3)])
+
+
+def test_ranks_get_like_numbers_of_tokens_of_leaves():
+    tree = [Call(PROMPT, [], [7] * 9), *(Call(0, [4], [8]) for _ in range(6))]  # 21 tokens, 66 in its leaves
+    plain = [[Call(PROMPT, [], [9] * length)] for length in (60, 50, 5)]
+    batch = DataProto(token_trees.batch_of([*plain, tree], prompts=1, width=64))
+    assert sorted(sorted(rows.tolist()) for rows in shard(batch, 2).rows) == [[0, 1], [2, 3]]

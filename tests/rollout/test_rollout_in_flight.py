@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from strop.algorithms.token_tree import PROMPT, Call, row_of
 from strop.errors import CheckpointError, TrainingError
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import Samples, SamplingParams, answer
 from strop.rollout.hf.engine import HFRollout
 
 from tiny_lms import EOS, PAD, VOCABULARY, prompts_of, response_ids, tiny_lm
@@ -308,3 +309,22 @@ def test_what_was_in_flight_must_fit_what_is_admitted(number, changes, message):
     loading.admit(number, batch_of(number, params.n), params)
     with pytest.raises(CheckpointError, match=message):
         loading.restore(saving.in_flight())
+
+
+def test_the_rows_of_sessions_have_what_each_token_follows_and_count_their_stop_tokens():
+    row = row_of([Call(PROMPT, [], [9, EOS]), Call(PROMPT, [], [8, EOS]), Call(0, [7], [EOS, 6])])
+    ids = [*row.ids, 5]  # undefined from the length on
+    samples = Samples(
+        torch.tensor([ids]),
+        torch.zeros(1, 8),
+        torch.tensor([7]),
+        torch.tensor([True]),
+        torch.tensor([[*row.sampled, True]]),
+        torch.tensor([[*row.follows, -2]]),
+    )
+    params = SamplingParams(max_tokens=8)
+    found = answer(prompts_of([2]), params, samples, pad_token_id=PAD, hidden_token_ids=[EOS]).batch
+    assert found["follows"].dtype == torch.int32
+    assert found["follows"].tolist() == [[-1, 0, -1, 2, 1, 4, 5, 6]]
+    assert found["response_mask"].tolist() == [[1, 1, 1, 1, 0, 1, 1, 0]]
+    assert found["hidden_tokens"].tolist() == [1]  # stop tokens at the ends of calls are not hidden
