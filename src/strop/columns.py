@@ -93,6 +93,11 @@ n_calls             | B   | int16   | calls  | rollout | metrics | of tools | en
 n_malformed         | B   | int16   | turns  | rollout | metrics | with calls that cannot be run | environment
 n_errors            | B   | int16   | errors | rollout | metrics | of the environment | environment
 n_other_stop        | B   | int16   | turns  | rollout | metrics | not the template's stop token | environment
+n_branches          | B   | int16   | leaves | rollout | metrics | of a session's tree | agent
+n_overlapping       | B   | int16   | 0 or 1 | rollout | metrics | two requests at the same time | agent
+n_replayed          | B   | int16   | turns  | rollout | metrics | recorded before a restart | agent
+n_abandoned         | B   | int16   | turns  | rollout | metrics | asked for, and left by the client | agent
+agent_waiting       | B   | float32 | share  | rollout | metrics | of time, for programs | agent
 turn_cut            | B   | bool    |        | rollout | metrics | at environment.turn_length | environment
 conversation        | B   | object  | JSON   | rollout | rewards, samples | after the prompt | environment
 environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn; NaN: none | it has `reward`

@@ -114,6 +114,10 @@ class Played(NamedTuple):
 
     turns: list[PlayedTurn]
     ended_by: str
+    response: str | None = None
+    """The text that an agent program returned; None: that of the turns."""
+    messages: list[dict[str, Any]] | None = None
+    """All messages of a session's last request, with its answer; None: those of the prompt and the turns."""
 
     @classmethod
     def of(cls, text: str, ids_T: Any, mask_T: Any, ended_by: str, tokenizer: Any) -> Played:
@@ -121,7 +125,10 @@ class Played(NamedTuple):
 
         Each turn is decoded by itself: "4" and "2" are never "42".
         """
-        turns = [PlayedTurn(**turn) for turn in json.loads(text)["turns"]]
+        found = json.loads(text)
+        turns = [PlayedTurn(**turn) for turn in found["turns"]]
+        if "messages" in found:  # a session of an agent program, whose turns may be of several branches
+            return cls(turns, ended_by, found.get("response"), found["messages"])
         pairs = zip(ids_T.tolist(), mask_T.tolist(), strict=True)
         parts = [
             [token for token, _ in part]
@@ -132,12 +139,24 @@ class Played(NamedTuple):
             turn.text = tokenizer.decode(ids, skip_special_tokens=True)
         return cls(turns, ended_by)
 
+    @property
+    def text(self) -> str:
+        """The response: what an agent program returned, or the texts of the turns."""
+        return "\n".join(turn.text for turn in self.turns) if self.response is None else self.response
+
+    @property
+    def last_turn(self) -> str:
+        """What an agent program returned, or the text of the last turn."""
+        if self.response is not None:
+            return self.response
+        return self.turns[-1].text if self.turns else ""
+
     def values(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the values of ``TURN_NAMES``; ``messages`` are the prompt's."""
         return {
-            "conversation": [*messages, *conversation_of(self.turns)],
+            "conversation": self.messages or [*messages, *conversation_of(self.turns)],
             "turns": self.turns,
-            "last_turn": self.turns[-1].text if self.turns else "",
+            "last_turn": self.last_turn,
             "n_turns": len(self.turns),
             "ended_by": self.ended_by,
         }

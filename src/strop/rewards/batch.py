@@ -26,6 +26,7 @@ from strop.rewards.reward_output import (
     lost_in,
     name_row,
     real_tokens,
+    scored_by_programs,
 )
 from strop.rewards.scorer import Outcome
 from strop.rewards.worker.pool import Feed, Maker, RewardPool
@@ -186,7 +187,7 @@ class PendingSamples(PendingReward):
         Raises ``RewardError`` if a sample was added with other tokens than it has here.
         """
         self._batch = batch
-        for row in lost_in(batch).nonzero().flatten().tolist():
+        for row in (lost_in(batch) | scored_by_programs(batch)).nonzero().flatten().tolist():
             self._is_scored[row] = False
         for row, token_ids in enumerate(real_tokens(batch.batch["responses"], batch.batch["response_mask"])):
             self.add(row, token_ids)

@@ -52,8 +52,10 @@ from strop.rewards.reward_output import (
     log_first,
     model_scores,
     name_row,
+    program_parts,
     rule_parts,
     score_metrics,
+    scored_by_programs,
     with_errors,
     with_lost,
 )
@@ -361,7 +363,7 @@ class RewardManager(Reward):
     ) -> Sample:
         """Return the scorer's input for a response to the prompt in row ``prompt`` of ``values``."""
         if played is not None:
-            response = "\n".join(turn.text for turn in played.turns)
+            response = played.text
         else:
             response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         source, ground_truth, extra = fields
@@ -382,7 +384,17 @@ class RewardManager(Reward):
         validating = batch.meta_info.get("mode") == "validate"
         sources = [sample.data_source for sample in samples]
         outcomes = with_lost(outcomes, batch)
-        given: dict[str, Tensor] = {}
+        given = program_parts(batch)
+        own_B = scored_by_programs(batch)
+        has_rule = [rule and not own for rule, own in zip(has_rule, own_B.tolist(), strict=True)]
+        if "n_branches" in batch.batch and model_scores is None:
+            unscored_B = ~(own_B | torch.tensor(has_rule))
+            outcomes = with_errors(
+                outcomes,
+                unscored_B,
+                "no function scores the text that the program returned: its own score is",
+                own_B,
+            )
         environment_BT = batch.batch.get("environment_scores")
         if environment_BT is not None:
             environment_BT = environment_BT.float().cpu()

@@ -37,10 +37,10 @@ def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
     return status
 
 
-def kill_marked(marker: str) -> None:
+def kill_marked(marker: str, variable: str = MARKER) -> None:
     """Kill the processes with the marker in their environment."""
     for _ in range(_SWEEPS):  # one may fork meanwhile
-        found = marked_processes(marker)
+        found = marked_processes(marker, variable)
         if not found:
             break
         kill_held(_hold(found))
@@ -131,9 +131,9 @@ def kill_held(held: Iterable[int]) -> None:
         os.close(process)
 
 
-def marked_processes(marker: str) -> list[int]:
+def marked_processes(marker: str, variable: str = MARKER) -> list[int]:
     """Return the ids of processes with the marker in their environment; none where there is no ``/proc``."""
-    wanted = f"{MARKER}={marker}".encode()
+    wanted = f"{variable}={marker}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user

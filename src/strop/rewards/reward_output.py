@@ -244,6 +244,22 @@ def lost_in(batch: DataProto) -> Tensor:
     return ended_B.cpu() == ENDED_BY.index("error")
 
 
+def scored_by_programs(batch: DataProto) -> Tensor:
+    """Return True [B] for samples whose agent program returned a score; on the CPU."""
+    if "n_branches" not in batch.batch or "environment_scores" not in batch.batch:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return ~batch.batch["environment_scores"].cpu().isnan().any(dim=1)
+
+
+def program_parts(batch: DataProto) -> dict[str, Tensor]:
+    """Return the further numbers [B] that agent programs returned, by name; NaN where there is none."""
+    if not scored_by_programs(batch).any():
+        return {}
+    found = [json.loads(text).get("parts", {}) for text in batch.non_tensor_batch["conversation"]]
+    names = sorted({name for parts in found for name in parts})
+    return {name: torch.tensor([parts.get(name, math.nan) for parts in found]) for name in names}
+
+
 def with_lost(outcomes: Sequence[Outcome | None], batch: DataProto) -> Sequence[Outcome | None]:
     """Return the outcomes with an error for each sample that its environment lost."""
     lost = lost_in(batch).nonzero().flatten().tolist()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from strop.agents.program import ProgramPool
     from strop.config.schema import Config
     from strop.config.schema.policy import RolloutConfig
     from strop.environments.loading import Environments
@@ -196,6 +197,8 @@ class RolloutSpec:
     """The classes and tools that answer turns; None: samples have no turns."""
     environment_pool: EnvironmentPool | None = None
     """The processes of ``environments``."""
+    program_pool: ProgramPool | None = None
+    """The processes of agent programs, whose sessions samples are; None: samples are no sessions."""
 
 
 def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
@@ -209,7 +212,13 @@ def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
         )
     kind = ROLLOUTS[name]
     reference = kind.replica if kind.shared is None or spec.shared_model is None else kind.shared
-    return kind.load(reference).build(spec)
+    engine: Any = kind.load(reference).build(spec)
+    if spec.program_pool is None:
+        return engine
+    from strop.rollout.agents import AgentRollout  # needs aiohttp
+
+    wrapped: Any = AgentRollout(engine, spec)
+    return wrapped
 
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")

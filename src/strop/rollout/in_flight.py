@@ -88,11 +88,13 @@ class InFlight:
         rank: int = 0,
         *,
         turn_length: int | None = None,
+        limits: Sequence[int] | None = None,
     ) -> None:
         """Begin with no tokens; ``DataError`` for prompts that ``seeds_of`` refuses.
 
         Where ranks generate each other's samples, ``of_ranks`` has the prompts of all, and ``prompts`` those
-        of ``rank``. ``turn_length``: most tokens of a turn; None: samples have no turns.
+        of ``rank``. ``turn_length``: most tokens of a turn; None: samples have no turns. ``limits``: most
+        tokens of each sample, instead of ``max_tokens``.
         """
         self.prompts, self.params, self.turn_length = prompts, params, turn_length
         self.seeds: list[int] = []
@@ -111,6 +113,7 @@ class InFlight:
         self.log_probs = torch.zeros(rows, params.max_tokens)
         self.versions = torch.full((rows, params.max_tokens), -1, dtype=torch.int32)
         self.lengths = torch.zeros(rows, dtype=torch.long)
+        self.limits = torch.tensor(limits if limits is not None else [params.max_tokens] * rows)
         self.stopped = torch.zeros(rows, dtype=torch.bool)
         self.begun = torch.zeros(rows, dtype=torch.long)
         self.ended = torch.zeros(rows, dtype=torch.int8)
@@ -143,7 +146,7 @@ class InFlight:
         """Samples [R] that are complete: with a stop token, or ``max_tokens`` tokens; with turns, ended."""
         if self.turn_length is not None:
             return self.ended > 0
-        return self.stopped | (self.lengths == self.params.max_tokens)
+        return self.stopped | (self.lengths >= self.limits)
 
     @property
     def decoding(self) -> Tensor:
@@ -157,7 +160,7 @@ class InFlight:
 
     def room(self, row: int) -> int:
         """Return how many tokens the turn of a sample may still get."""
-        left = self.params.max_tokens - int(self.lengths[row])
+        left = int(self.limits[row] - self.lengths[row])
         if self.turn_length is None:
             return left
         return min(left, self.turn_length - int(self.lengths[row] - self.begun[row]))

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from strop.agents.program import load_program
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
 from strop.config.paths import is_template_file
 from strop.config.placement import Placement, runs_on_ray, uses_gpu
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.agent import uses_agent
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.reward import RewardModelModelConfig
@@ -288,7 +290,8 @@ def build_trainer(
         form = attempt(lambda: turn_format(config, environments, tokenizer))
         if form is not None:
             logger.info("%s", form.history())
-    gives_rewards = environments is not None and environments.gives_rewards
+    program = attempt(lambda: load_program(config.agent))
+    gives_rewards = uses_agent(config) or (environments is not None and environments.gives_rewards)
     reward_fn, val_reward_fn = (
         attempt(lambda n=n: load_reward_manager(config, tokenizer, n, gives_rewards, **rewards.reward_kwargs))
         for n in (rewards.num_examine, rewards.val_num_examine)
@@ -304,6 +307,7 @@ def build_trainer(
             val_reward_fn=val_reward_fn,
             rows=rows,
             environments=environments,
+            program=program,
         )
     )
     attempt.raise_errors()
@@ -441,8 +445,8 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
                     ) from error
         if len(dataset):
             columns = columns_of(dataset, 0).keys() - {"input_ids"}
-            if trainer.environments is not None:
-                trainer.environments.require_columns(columns)
+            for called in filter(None, (trainer.environments, trainer.program)):
+                called.require_columns(columns)
             reward_fn.require_columns(columns)
             reward_fn.warn_without_ground_truths(
                 columns_of(dataset, row) for row in range(min(len(dataset), _ROWS_WITH_ANSWERS))

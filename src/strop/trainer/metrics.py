@@ -183,10 +183,24 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
     columns, mask_BT = batch.batch, batch.batch["response_mask"]
     if "n_turns" not in columns:
         return {}
+    if "n_branches" in columns:
+        counts = {
+            f"agent/{name}": columns[f"n_{name}"].float().sum().item()
+            for name in ("branches", "overlapping", "replayed", "abandoned")
+        }
+        counts |= {
+            "agent/sessions": float(len(mask_BT)),
+            "agent/requests": columns["n_turns"].float().sum().item(),
+            "agent/without_calls": (columns["n_turns"] == 0).sum().item(),
+            "agent/forked_share": (columns["n_branches"] > 1).float().mean().item(),
+            "agent/waiting_share": columns["agent_waiting"].mean().item(),
+        }
+    else:
+        counts = {}
     turns_B, ended_B = columns["n_turns"].float(), columns["ended_by"]
     present_BT = columns["attention_mask"][:, -mask_BT.shape[1] :]
     inserted = (present_BT.sum() - mask_BT.sum()).item()
-    counts = {
+    counts |= {
         f"turns/{name}": columns[f"n_{name}"].float().sum().item()
         for name in ("calls", "malformed", "errors", "other_stop")
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.agents.program import Program
 from strop.algorithms.advantages import get_estimator, needs
 from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
@@ -72,6 +73,7 @@ class RayPPOTrainer(VerlNames):
             ``state_dict`` and ``load_state_dict`` is a ``ConfigError`` where ``trainer.save_freq`` > 0.
         rows: rows in memory, read where ``data.train_files`` or ``data.val_files`` has their names.
         environments: what answers the turns of samples; None: samples have one turn.
+        program: the agent program whose sessions samples are; None: samples are no sessions.
     """
 
     auto_class = CAUSAL
@@ -99,6 +101,7 @@ class RayPPOTrainer(VerlNames):
         train_sampler: Any | None = None,
         rows: Sequence[Rows] = (),
         environments: Environments | None = None,
+        program: Program | None = None,
     ) -> None:
         self.config = as_config(config)
         self.tokenizer = tokenizer
@@ -107,7 +110,7 @@ class RayPPOTrainer(VerlNames):
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn = as_reward(reward_fn)
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
-        self.rows, self.environments = rows, environments
+        self.rows, self.environments, self.program = rows, environments, program
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
@@ -159,6 +162,8 @@ class RayPPOTrainer(VerlNames):
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
         if self.environments is not None:
             self.rollout.set_environments(self.environments)
+        if self.program is not None:
+            self.rollout.set_program(self.program)
         # all started before the first is awaited: pools load their models at the same time
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from strop.agents.program import Program, ProgramPool
 from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_reference
 from strop.config.schema import Config
@@ -56,7 +57,8 @@ class ActorRolloutRefWorker(RoleWorker):
     """Version of the rollout's weights, numbered by the trainer."""
     reference: Engine
     environments: Environments | None = None
-    _pool: EnvironmentPool | None = None
+    program: Program | None = None
+    _pool: EnvironmentPool | ProgramPool | None = None
     _channel: Channel
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
@@ -76,6 +78,11 @@ class ActorRolloutRefWorker(RoleWorker):
     def set_environments(self, environments: Environments) -> None:
         """Set what answers the turns of samples; call it before ``init_model``."""
         self.environments = environments
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_program(self, program: Program) -> None:
+        """Set the agent program whose sessions samples are; call it before ``init_model``."""
+        self.program = program
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -123,14 +130,17 @@ class ActorRolloutRefWorker(RoleWorker):
         return self.engine.shareable_model if shares else None
 
     def close(self) -> None:
-        """End the processes of the environments."""
+        """End the processes of environments, or of agent programs."""
         if self._pool is not None:
             self._pool.close()
 
     def _build_rollout(self) -> RolloutEngine:
         config, apart = self.config, self.role is Role.Rollout
+        environments = programs = None
         if self.environments is not None:
-            self._pool = EnvironmentPool.of(self.environments, config.environment)
+            environments = self._pool = EnvironmentPool.of(self.environments, config.environment)
+        if self.program is not None:
+            programs = self._pool = ProgramPool(self.program, config.agent)
         spec = RolloutSpec(
             config=config,
             model=self.model_options(self.section.model),
@@ -145,7 +155,8 @@ class ActorRolloutRefWorker(RoleWorker):
             compute_dtype=None if apart else self.engine.compute_dtype,
             weights=None if apart else self.engine.named_weights(dtype=self._rollout_dtype),
             environments=self.environments,
-            environment_pool=self._pool,
+            environment_pool=environments,
+            program_pool=programs,
         )
         return build_rollout(self.section.rollout.name, spec)
 

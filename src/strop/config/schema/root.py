@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import PrivateAttr
 
 from strop.config.names import estimators
+from strop.config.schema.agent import AgentConfig
 from strop.config.schema.base import (
     MAY_CHANGE,
     At,
@@ -181,6 +182,7 @@ class Config(RootConfig):
     reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
     environment: EnvironmentConfig
+    agent: AgentConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
 

@@ -237,14 +237,14 @@ def _decoding_of(batch: InFlight) -> list[_Row]:
 
 def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
     """Return what the rows continue; rows without a token share the context of their prompt."""
-    shared: dict[tuple[InFlight, int], int] = {}
+    shared: dict[int, int] = {}
     contexts: list[Tensor] = []
     of_row = []
     for batch, sample, length in part:
         prompt, place = sample // batch.params.n, len(contexts)
         if length:
             contexts.append(torch.cat([batch.prompt_ids[prompt], batch.tokens[sample, :length]]))
-        elif (place := shared.setdefault((batch, prompt), place)) == len(contexts):
+        elif (place := shared.setdefault(id(batch.prompt_ids[prompt]), place)) == len(contexts):
             contexts.append(batch.prompt_ids[prompt])
         of_row.append(place)
     return Contexts.pad(contexts, of_row, device)

@@ -1,0 +1,312 @@
+"""Requests for chat completions: their messages, compared and as token ids.
+
+Messages are compared in a canonical form, in which nothing counts that clients add, drop or write anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strop.data.bridge import Bridge, Call
+from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
+from strop.data.tool_calls import find_parser
+from strop.environments.loading import load_object
+from strop.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from strop.config.schema import Config
+
+_BEFORE = 8
+"""Tokens before an answer from which its parser sees what the generation prompt has opened."""
+_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|$)", re.DOTALL)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "seed": (),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+}
+"""Parameters that cannot be chosen -> the values that ask for nothing."""
+
+
+class Refusal(Exception):
+    """A request that is not served: the HTTP status and one line."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Asked(NamedTuple):
+    """A request, checked."""
+
+    messages: list[dict[str, Any]]
+    seen: tuple[str, ...]
+    """The messages in canonical form."""
+    tools: list[dict[str, Any]]
+    shown: str
+    """The tools in canonical form."""
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    streams: bool
+    counts: bool
+    """The stream ends with the numbers of tokens."""
+    sampling: dict[str, float]
+    """temperature and top_p, where the request has them."""
+
+
+class Said(NamedTuple):
+    """An answer as text."""
+
+    content: str
+    thinking: str
+    calls: tuple[Call, ...]
+    malformed: str
+    """The reason why its calls are left in the content; "" if there is none."""
+
+
+def asked(body: Any) -> Asked:
+    """Check the body of a request. Raises ``Refusal`` for one that cannot be served as it asks."""
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body is {type(body).__name__}, expected an object with messages")
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise Refusal(400, f"messages: found {given!r:.80}, expected a list of messages")
+    for name, neutral in _NEUTRAL.items():
+        if (value := body.get(name)) is not None and value not in neutral:
+            raise Refusal(400, f"{name}={value!r:.80} is not served here: leave it out")
+    messages = [_message(number, message) for number, message in enumerate(given)]
+    if messages[-1]["role"] == "assistant":
+        raise Refusal(400, "the last message is an assistant's, which is not continued: end with another one")
+    tools = _tools(body)
+    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise Refusal(400, f"max_tokens={most!r:.80}: expected a number above 0")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise Refusal(400, f"stop={body['stop']!r:.80}: expected texts")
+    options = body.get("stream_options") or {}
+    return Asked(
+        messages,
+        tuple(map(canonical, messages)),
+        tools,
+        json.dumps(tools, sort_keys=True),
+        most,
+        stop,
+        bool(body.get("stream")),
+        bool(isinstance(options, dict) and options.get("include_usage")),
+        {name: _number(body, name) for name in ("temperature", "top_p") if body.get(name) is not None},
+    )
+
+
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value = body[name]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise Refusal(400, f"{name}={value!r:.80}: expected a number")
+    return float(value)
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions that a request offers; ``Refusal`` for others."""
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if isinstance(choice, dict):
+        raise Refusal(400, "tool_choice names a function: calls are the policy's choice; leave it out")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict)
+        and isinstance(function := tool.get("function"), dict)
+        and isinstance(function.get("name"), str)
+        for tool in tools
+    ):
+        raise Refusal(400, f"tools: found {tools!r:.80}, expected functions with name and parameters")
+    return [] if choice == "none" else tools
+
+
+def _message(number: int, given: Any) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise Refusal(400, f"messages[{number}]: found {given!r:.80}, expected role and content")
+    content = given.get("content")
+    if isinstance(content, list):
+        if other := [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]:
+            raise Refusal(400, f"messages[{number}]: found {other[0]!r:.80}, expected parts of text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | None):
+        raise Refusal(400, f"messages[{number}]: content is {content!r:.80}, expected a text")
+    text = (content or "").encode(errors="replace").decode()  # no tokenizer takes lone surrogates
+    message = {"role": "system" if given["role"] == "developer" else given["role"], "content": text}
+    kept = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+    message |= {key: given[key] for key in kept if isinstance(given.get(key), str) and given[key]}
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_call(number, call) for call in calls]
+    return message
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refusal(400, f"messages[{number}]: found the call {call!r:.80}, expected name and arguments")
+    written = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": written}
+
+
+def canonical(message: Mapping[str, Any]) -> str:
+    """Return what counts of a message, as text."""
+    content = message["content"]
+    if message["role"] == "assistant":
+        _, content = split_thinking(content)
+    kept: dict[str, Any] = {"role": message["role"], "content": content.strip()}
+    if calls := message.get("tool_calls"):
+        kept["calls"] = [[call["function"]["name"], _parsed(call["function"]["arguments"])] for call in calls]
+    return json.dumps(kept, sort_keys=True, ensure_ascii=False)
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+
+
+def split_thinking(text: str, prompt_end: str = "") -> tuple[str, str]:
+    """Return the think block at the beginning of an answer, and the text after it.
+
+    ``prompt_end``: text before the answer, which may have opened the block.
+    """
+    if prompt_end.rfind("<think>") > prompt_end.rfind("</think>"):
+        text = f"<think>{text}"
+    found = _THOUGHT.match(text)
+    return (found[1].strip(), found[2] or "") if found else ("", text)
+
+
+class ChatFormat:
+    """Messages as token ids, and token ids as messages."""
+
+    def __init__(self, config: Config, tokenizer: Any, stop_ids: Sequence[int], parser: str = "auto") -> None:
+        """``stop_ids`` end an answer, besides those of the configuration."""
+        data = config.data
+        self.how = PromptFormat(
+            **{key.name: getattr(data, key.name) for key in dataclasses.fields(PromptFormat)}
+        )
+        self._tokenizer, self._parser_name = tokenizer, parser
+        self._stops = [*stop_ids, *config.actor_rollout_ref.rollout.stop_token_ids]
+        self._bridges: dict[str, Bridge] = {}
+        self._parser: Any = None
+
+    def bridge(self, request: Asked) -> Bridge:
+        """Return the bridge for a request's tools; ``Refusal`` if the chat template has none."""
+        if request.shown not in self._bridges:
+            try:
+                self._bridges[request.shown] = Bridge(
+                    self._tokenizer, self._stops, self.how, tools=request.tools
+                )
+            except ModelError as error:
+                raise Refusal(400, str(error)) from error
+        return self._bridges[request.shown]
+
+    def parser(self) -> Any:
+        """Return the parser of calls; ``Refusal`` if none follows from the chat template."""
+        if self._parser is None:
+            texts = [self._tokenizer.decode([stop]) for stop in self._stops]
+            options = dict(self.how.apply_chat_template_kwargs)
+            try:
+                self._parser = find_parser(
+                    self._parser_name,
+                    self._tokenizer,
+                    options,
+                    texts,
+                    lambda given: load_object(given, "agent.parser"),
+                )
+            except (ModelError, ConfigError) as error:
+                raise Refusal(400, str(error).replace("environment.parser", "agent.parser")) from error
+        return self._parser
+
+    def prompt(self, request: Asked) -> list[int]:
+        """Return the ids of all messages of a request, to the generation prompt."""
+        tools = json.dumps(request.tools) if request.tools else None
+        try:
+            messages = self.how.messages(request.messages)
+            return [int(token) for token in encode_prompts([messages], self._tokenizer, self.how, [tools])[0]]
+        except (PromptError, ModelError) as error:
+            reason = error.reason if isinstance(error, PromptError) else error
+            raise Refusal(400, f"the chat template does not show the messages: {reason}") from error
+
+    def following(self, request: Asked, n_before: int, *, is_stopped: bool) -> list[int]:
+        """Return the ids after an answer, which is the message ``n_before - 1``, to the generation prompt.
+
+        ``is_stopped``: the answer ended with a stop token; else the template's is the first of them.
+        """
+        bridge = self.bridge(request)
+        answer, *messages = as_messages(request.messages[n_before - 1 :])
+        names = {call["id"]: call["function"]["name"] for call in answer.get("tool_calls", ())}
+        calls = [
+            Call(call["function"]["name"], call["function"]["arguments"], call["id"])
+            for call in answer.get("tool_calls", ())
+        ]
+        for message in messages:
+            if message["role"] == "tool" and "name" not in message:
+                message["name"] = names.get(message.get("tool_call_id", ""), "")
+        try:
+            ids = bridge.ids(messages, calls)
+        except ModelError as error:
+            raise Refusal(400, str(error)) from error
+        return ids if is_stopped else [bridge.stop_id, *ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without its stop token."""
+        said = ids[:-1] if ids and ids[-1] in self._stops else ids
+        return self._tokenizer.decode(said, skip_special_tokens=False)
+
+    def plain(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def is_stop(self, token: int) -> bool:
+        """Return True if a token ends an answer."""
+        return token in self._stops
+
+    def read(self, request: Asked, before: Sequence[int], ids: Sequence[int]) -> Said:
+        """Return the answer of ``ids`` that follow the ids ``before``."""
+        text = self.text(ids)
+        for stop in request.stop:
+            text = text.partition(stop)[0]
+        end = self._tokenizer.decode(before[-_BEFORE:], skip_special_tokens=False)
+        thinking, content = split_thinking(text, end)
+        if not request.tools:
+            return Said(content, thinking, (), "")
+        turn = self.parser()(text, end, request.tools)
+        malformed = turn.malformed
+        if len(turn.calls) > 1 and self.bridge(request).one_call:
+            malformed = "expected one call in a turn"
+        if malformed or not turn.calls:
+            return Said(content, thinking, (), malformed)
+        return Said(turn.content, thinking, turn.calls, "")
+
+    def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> int:
+        """Return how many of ``ids`` there are up to the token that completes a text of ``stop``."""
+
+        def has(count: int) -> bool:
+            text = self.text(ids[:count])
+            return any(one in text for one in stop)
+
+        if not stop or not has(len(ids)):
+            return len(ids)
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has(middle) else (middle + 1, high)
+        return low
+
+
+def digest_of(*parts: Any) -> str:
+    """Return a digest of plain values."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()

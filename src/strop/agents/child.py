@@ -1,0 +1,182 @@
+"""The process that runs agent programs: ``python -m strop.agents.child LIFELINE MEMORY``, of ``program``.
+
+Pipes, lifeline and memory limit are those of ``strop.rewards.worker.child``. The first request is
+``sys.path`` and the pickled program; each further one starts it for a session, or ends it. Coroutines run on
+one event loop, other functions in a thread each, commands in a process each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import pickle
+import resource
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Mapping
+from typing import IO, Any
+
+from strop.environments.episode import in_one_line, plain
+from strop.errors import traceback_of
+from strop.rewards.arguments import Function
+from strop.rewards.process_tree import kill_marked
+from strop.rewards.worker.child import receive, send, streams
+
+_LONGEST_OUTPUT = 1 << 20
+_STACK_BYTES = 1 << 20
+_MARK = "STROP_AGENT"
+"""Environment variable of a command and what it starts, with a unique value."""
+_OWN_ID = os.getpid()
+
+
+def main() -> None:
+    """Redirect the standard streams, end with the starter, and serve until the requests end."""
+    threading.stack_size(_STACK_BYTES)
+    requests, answers, _ = streams()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of hundreds of programs
+    for name in ("NO_PROXY", "no_proxy"):  # the endpoint is reached whatever proxy the shell has
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name, ""), "127.0.0.1", "localhost", "::1"]))
+    messages = receive(requests)
+    if (setup := next(messages, None)) is None:
+        return
+    try:
+        sys.path[:], pickled, command = setup
+        function = None if command else Function(pickle.loads(pickled), "agent.path")
+    # A user's module may raise anything; the starter reports it.
+    except BaseException as error:  # noqa: BLE001
+        send(answers, {"status": "raised", "error": traceback_of(error)})
+        return
+    send(answers, {"status": "ready", "error": ""})
+    asyncio.run(_serve(function, command, messages, answers))
+
+
+async def _serve(function: Function | None, command: str, messages: Any, answers: IO[str]) -> None:
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
+    running: dict[str, asyncio.Task[None]] = {}
+
+    def read() -> None:
+        for message in messages:
+            loop.call_soon_threadsafe(arrived.put_nowait, message)
+        loop.call_soon_threadsafe(arrived.put_nowait, None)
+
+    async def play(name: str, values: Mapping[str, Any]) -> None:
+        try:
+            program = _command(command, values) if function is None else _call(function, values)
+            found = _outcome(await program)
+        except asyncio.CancelledError:
+            if name not in running:  # it was ended
+                raise
+            found = {"error": "error: CancelledError", "traceback": ""}
+        # User code may raise anything, SystemExit included.
+        except BaseException as error:  # noqa: BLE001
+            found = {"error": in_one_line(error), "traceback": traceback_of(error)}
+        if os.getpid() != _OWN_ID:  # a fork of the program returned from the call
+            os._exit(0)
+        try:
+            send(answers, {"token": name, **found})
+        except BaseException:  # noqa: BLE001 - an answer that never comes would cost the session's time
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (message := await arrived.get()) is not None:
+        name, values = message
+        if values is None:
+            if (task := running.pop(name, None)) is not None:
+                task.cancel()
+            continue
+        running[name] = task = loop.create_task(play(name, values))
+        task.add_done_callback(lambda _, name=name: running.pop(name, None))
+    for task in running.values():
+        task.cancel()
+
+
+async def _call(function: Function, values: Mapping[str, Any]) -> Any:
+    """Return the function's result; functions that are no coroutines run in a thread of their own."""
+    arguments = function.arguments(values)
+    if function.is_async:
+        return await function.function(**arguments)
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        found = error = None
+        try:
+            found = function.function(**arguments)
+        except BaseException as raised:  # noqa: BLE001 - user code may raise anything
+            error = raised
+        if os.getpid() != _OWN_ID:
+            os._exit(0)
+
+        def settle() -> None:
+            if not done.done():
+                done.set_result((found, error))
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=run, daemon=True).start()
+    found, error = await done
+    if error is not None:
+        raise error
+    return await found if hasattr(found, "__await__") else found
+
+
+async def _command(command: str, values: Mapping[str, Any]) -> str:
+    """Return the standard output of a command; ``RuntimeError`` if its status is not 0."""
+    own = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": values["api_key"]}
+    mark = uuid.uuid4().hex
+    process = await asyncio.create_subprocess_shell(
+        command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        # in this process's group, which ends with the run
+        env={**os.environ, **own, "OPENAI_API_BASE": own["OPENAI_BASE_URL"], _MARK: mark},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    reading = asyncio.create_task(_read(process.stdout))
+    try:
+        with contextlib.suppress(ConnectionError):  # it does not read the row
+            process.stdin.write(json.dumps(values["row"], ensure_ascii=False, default=plain).encode() + b"\n")
+            await process.stdin.drain()
+            process.stdin.close()
+        status = await process.wait()
+    finally:  # also what it has started, which may hold the pipe open
+        await asyncio.to_thread(kill_marked, mark, _MARK)
+    output = await reading
+    if status:
+        raise RuntimeError(f"the command ended with status {status}")
+    return output.decode(errors="replace").rstrip("\n")
+
+
+async def _read(pipe: asyncio.StreamReader) -> bytes:
+    """Read a pipe to its end; return the first MiB."""
+    found = bytearray()
+    while piece := await pipe.read(1 << 16):
+        found += piece[: _LONGEST_OUTPUT - len(found)]
+    return bytes(found)
+
+
+def _outcome(value: Any) -> dict[str, Any]:
+    """Return a program's result as JSON: a text, or a score with its parts. ``TypeError`` for others."""
+    value = value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
+    if value is None or isinstance(value, str):
+        return {"response": None if value is None else value.encode(errors="replace").decode()}
+    if isinstance(value, int | float):
+        value = {"score": value}
+    if isinstance(value, dict) and "score" in value:
+        numbers = {str(name): float(number) for name, number in value.items()}
+        if not all(map(math.isfinite, numbers.values())):
+            raise ValueError(f"the program returned {value!r:.80}: expected finite numbers")
+        return {"score": numbers.pop("score"), "parts": numbers}
+    raise TypeError(f"the program returned {value!r:.80}: expected a text, a number, or a dict with a score")
+
+
+if __name__ == "__main__":
+    main()

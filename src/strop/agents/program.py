@@ -1,0 +1,218 @@
+"""Agent programs, and the processes that run them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from strop.config.schema.agent import AgentConfig
+from strop.environments.loading import load_object
+from strop.errors import ConfigError, did_you_mean
+from strop.passed import dumps
+from strop.rewards.arguments import Function
+from strop.rewards.worker.process import Child
+
+_LONGEST_LINE = 1 << 24  # bytes of an answer
+_TICK_S = 0.02
+_OWN_NAMES = ("row", "base_url", "api_key")
+Outcome = dict[str, Any]
+"""``response``; ``score`` with ``parts``; ``error`` with ``traceback``; ``lost``: the end of its process."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The agent program of a run, as the rollout's processes get it."""
+
+    pickled: bytes
+    command: str
+    search_path: list[str]
+    named: str
+    """The program, as messages name it."""
+    required: tuple[str, ...] = ()
+    """Parameters that a column has to fill."""
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if the function has a parameter that is neither known nor a column."""
+        known = {*_OWN_NAMES, *columns, "uid", "ground_truth"}
+        for name in self.required:
+            if name not in known:
+                raise ConfigError(
+                    f"{self.named} needs the argument {name!r}, and there is no such value or column; it can "
+                    f"take {', '.join(sorted(known))}{did_you_mean(name, known)}"
+                )
+
+
+def load_program(section: AgentConfig) -> Program | None:
+    """Load the program that ``agent`` names; None if it names none.
+
+    Raises ``ConfigError`` for a file or a name that is not there, a function that cannot be called by names
+    or pickled, both ``path`` and ``command``, and a missing package.
+    """
+    if not (section.path or section.command):
+        return None
+    if section.path and section.command:
+        raise ConfigError("agent.path and agent.command are both set: a sample has one program")
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("agent: the endpoint needs aiohttp: pip install 'strop[agents]'") from error
+    if section.command:
+        return Program(b"", section.command, list(sys.path), "agent.command")
+    assert section.path is not None
+    function = load_object(section.path, "agent.path")
+    named = f"agent.path={section.path if '.py:' in section.path else function.__name__}"
+    required = Function(function, named).required
+    try:
+        pickled = dumps(function)
+    # Pickling runs user code, which may raise anything.
+    except Exception as error:
+        raise ConfigError(
+            f"{named}: the program cannot be pickled for its process ({error}); keep open files, locks and "
+            "clients out of its module's globals, and make them in the function"
+        ) from error
+    return Program(pickled, "", list(sys.path), named, required)
+
+
+class ProgramPool:
+    """Run programs in killable processes."""
+
+    def __init__(self, program: Program, settings: AgentConfig) -> None:
+        """Start nothing before the first program."""
+        setup = pickle.dumps((program.search_path, program.pickled, program.command))
+        limit = settings.memory_limit_mb
+        self._processes = [_Process(setup, limit) for _ in range(settings.processes)]
+        self.concurrency: int | None = settings.concurrency
+        if program.command and self.concurrency is None:
+            self.concurrency = 4 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 8
+        for process in self._processes:
+            # a rollout that is dropped, as at the end of ``strop.train``, leaves no process behind
+            weakref.finalize(self, process.close).atexit = False
+        self._n_started = 0
+
+    def start(
+        self, name: str, values: Mapping[str, Any], ended: Callable[[Outcome], None]
+    ) -> Callable[[], None]:
+        """Start a program with ``values``; return a function that ends it.
+
+        ``ended`` is called once, in another thread, unless the program was ended.
+        """
+        process = self._processes[self._n_started % len(self._processes)]
+        self._n_started += 1
+        process.start(name, values, ended)
+        return lambda: process.stop(name)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+
+class _Process:
+    """A process with the thread that talks to it."""
+
+    def __init__(self, setup: bytes, memory_limit_mb: int | None) -> None:
+        self._setup, self._memory_limit_mb = setup, memory_limit_mb
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._running: dict[str, Callable[[Outcome], None]] = {}
+        self._child: Child | None = None
+        self._n_left = 0
+        """Programs that were ended, and whose threads may go on."""
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="strop-agents", daemon=True)
+        self._thread.start()
+
+    def start(self, name: str, values: Mapping[str, Any], ended: Callable[[Outcome], None]) -> None:
+        self._arrived.put((name, dict(values), ended))
+
+    def stop(self, name: str) -> None:
+        self._arrived.put((name, None, None))
+
+    def close(self) -> None:
+        self._arrived.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    def _run(self) -> None:
+        while self._open:
+            try:
+                self._take()
+                if self._running:
+                    self._receive()
+                elif self._n_left:  # threads that never end compute for nobody
+                    self._drop()
+            # Given to every program that runs, in its caller's thread.
+            except BaseException as error:  # noqa: BLE001
+                self._end_all({"raised": error})
+        self._drop()
+        self._end_all({"raised": RuntimeError("the processes of the agent programs are closed")})
+
+    def _take(self) -> None:
+        wait = not self._running
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._arrived.get(block=wait, timeout=None)
+                wait = False
+                if message is None:
+                    self._open = False
+                    return
+                self._post(*message)
+
+    def _post(self, name: str, values: Mapping[str, Any] | None, ended: Any) -> None:
+        if values is None:
+            if self._running.pop(name, None) is not None and self._child is not None:
+                self._n_left += 1
+                self._child.lane.post(pickle.dumps((name, None)))
+            return
+        self._running[name] = ended
+        if self._child is None or (len(self._running) == 1 and self._child.is_gone()):
+            self._drop()
+            self._child = Child(
+                self._setup,
+                self._memory_limit_mb,
+                start_timeout_s=120.0,
+                module="strop.agents.child",
+                what="agent program",
+                section="agent",
+            )
+            self._child.lane.longest_line = _LONGEST_LINE
+        self._child.lane.post(pickle.dumps((name, values)))
+        self._child.output.allow_more()
+
+    def _receive(self) -> None:
+        child = self._child
+        assert child is not None
+        try:
+            if (line := child.lane.exchange(time.monotonic() + _TICK_S, child.is_alive)) is None:
+                return
+            answer = json.loads(line)
+            ended = self._running.pop(answer.pop("token"), None)
+        except TimeoutError:
+            return
+        except EOFError:
+            self._end_all({"lost": f"it ended its process: {self._drop()}"})
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            self._drop()
+            self._end_all({"lost": "it wrote into its process's pipe"})
+        else:
+            if ended is not None:
+                ended(answer)
+
+    def _end_all(self, outcome: Outcome) -> None:
+        running, self._running = self._running, {}
+        for ended in running.values():
+            ended(outcome)
+
+    def _drop(self) -> str:
+        child, self._child = self._child, None
+        self._n_left = 0
+        return "" if child is None else child.kill()

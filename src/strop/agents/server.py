@@ -1,0 +1,205 @@
+"""The endpoint: chat completions over HTTP, in a thread of its own.
+
+A ``Desk`` answers the requests; this module reads and writes them as OpenAI's API has them. Refusals are
+final: the official client sends 408, 409, 429 and 5xx again, and others not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from aiohttp import web
+
+from strop.agents.chat import Refusal, Said, asked
+from strop.errors import ConfigError, traceback_of
+
+_LARGEST_BODY = 16 << 20
+_BODY_S = 60.0
+"""Seconds in which a body has to arrive."""
+_FINAL = {"x-should-retry": "false"}
+
+
+class Reply(NamedTuple):
+    """An answer to a request."""
+
+    name: str
+    said: Said
+    message: dict[str, Any]
+    n_prompt: int
+    n_answer: int
+    is_cut: bool
+    """It has no stop token, and none of the request's stops."""
+
+
+class Desk(Protocol):
+    """Answer requests; its methods are called in the server's thread."""
+
+    async def answer(self, key: str, body: dict[str, Any], is_retry: bool, mark: str | None) -> Reply:
+        """Answer a request of the session ``key``; ``Refusal`` if it cannot be.
+
+        ``mark``: its idempotency key. Cancelled if the client is gone.
+        """
+        ...
+
+    def models(self) -> Sequence[str]:
+        """Return the names of models."""
+        ...
+
+
+class Server:
+    """A listening endpoint; ``url`` is its address."""
+
+    def __init__(self, desk: Desk, host: str, port: int, *, key_in_path: bool) -> None:
+        """Listen. ``key_in_path``: the key stands in /s/KEY/v1, else it is the bearer's token.
+
+        Raises ``ConfigError`` if the address is taken.
+        """
+        self._desk, self._key_in_path = desk, key_in_path
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="strop-endpoint", daemon=True).start()
+        self._runner: web.AppRunner | None = None
+        try:
+            self.port: int = asyncio.run_coroutine_threadsafe(self._listen(host, port), self.loop).result()
+        except OSError as error:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            raise ConfigError(f"the endpoint cannot listen on {host}, port {port}: {error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}"
+        self._closing = weakref.finalize(self, _close, self.loop, self._runner)
+
+    async def _listen(self, host: str, port: int) -> int:
+        app = web.Application(client_max_size=_LARGEST_BODY)
+        before = "/s/{key}" if self._key_in_path else ""
+        app.router.add_post(f"{before}/v1/chat/completions", self._complete)
+        app.router.add_get(f"{before}/v1/models", self._models)
+        # cancelled handlers tell that the client is gone
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    def close(self) -> None:
+        """Stop listening; requests in work are cancelled."""
+        self._closing()
+
+    def _key(self, request: web.Request) -> str:
+        if self._key_in_path:
+            return request.match_info["key"]
+        return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        names = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "strop"} for name in self._desk.models()
+        ]
+        return web.json_response({"object": "list", "data": names})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = await _body_of(request)
+            headers = request.headers
+            is_retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            reply = await self._desk.answer(
+                self._key(request), body, is_retry, headers.get("Idempotency-Key")
+            )
+        except Refusal as refusal:
+            return _refused(refusal.status, str(refusal))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of strop: the client shows it
+            return _refused(500, traceback_of(error))
+        if body.get("stream"):
+            return await _streamed(request, body, reply)
+        return web.json_response(_completion(body, reply))
+
+
+def _close(loop: asyncio.AbstractEventLoop, runner: web.AppRunner | None) -> None:
+    async def end() -> None:
+        if runner is not None:
+            await runner.cleanup()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
+
+
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(_BODY_S):
+            body = await request.json(loads=json.loads)
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refusal(413, f"the body exceeds {_LARGEST_BODY >> 20} MiB") from error
+    except TimeoutError as error:
+        raise Refusal(400, f"the body did not arrive within {_BODY_S:g} s") from error
+    except (ValueError, RecursionError, LookupError) as error:
+        raise Refusal(400, f"the body is no JSON: {error!s:.200}") from error
+    asked(body)  # refused before a session is looked for
+    return body
+
+
+def _refused(status: int, message: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return web.json_response({"error": error}, status=status, headers=_FINAL)
+
+
+def _reason(reply: Reply) -> str:
+    if reply.said.calls:
+        return "tool_calls"
+    return "length" if reply.is_cut else "stop"
+
+
+def _head(body: dict[str, Any], reply: Reply, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{reply.name}",
+        "object": kind,
+        "created": 0,
+        "model": str(body.get("model") or "policy"),
+    }
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    total = reply.n_prompt + reply.n_answer
+    return {"prompt_tokens": reply.n_prompt, "completion_tokens": reply.n_answer, "total_tokens": total}
+
+
+def _completion(body: dict[str, Any], reply: Reply) -> dict[str, Any]:
+    message = {**reply.message}
+    if reply.said.thinking:
+        message["reasoning_content"] = reply.said.thinking
+    if reply.said.calls and not message["content"]:
+        message["content"] = None
+    choice = {"index": 0, "message": message, "finish_reason": _reason(reply), "logprobs": None}
+    return {**_head(body, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+async def _streamed(request: web.Request, body: dict[str, Any], reply: Reply) -> web.StreamResponse:
+    """Send a finished answer as a stream of pieces."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    pieces: list[dict[str, Any]] = [{"role": "assistant"}]
+    if reply.said.thinking:
+        pieces.append({"reasoning_content": reply.said.thinking})
+    if reply.message["content"]:
+        pieces.append({"content": reply.message["content"]})
+    for index, call in enumerate(reply.message.get("tool_calls", ())):
+        named = {"name": call["function"]["name"], "arguments": ""}
+        begun = {"index": index, "id": call["id"], "type": "function", "function": named}
+        rest = {"index": index, "function": {"arguments": call["function"]["arguments"]}}
+        pieces += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
+    head = _head(body, reply, "chat.completion.chunk")
+    chunks: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces
+    ]
+    chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _reason(reply)}]})
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        chunks.append({**head, "choices": [], "usage": _usage(reply)})
+    lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in chunks]
+    await response.write("".join([*lines, "data: [DONE]\n\n"]).encode())
+    await response.write_eof()
+    return response

@@ -1,0 +1,337 @@
+"""Sessions: what a program has asked and got, as nodes of a tree, and as one row of tokens.
+
+A request continues the node whose messages are the longest beginning of its own: its context is that node's
+ids and the ids that the chat template writes after them. So no sampled token is decoded and tokenized again.
+Other requests begin a branch from nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from strop.agents.chat import Asked, ChatFormat, Refusal, Said, canonical, digest_of, split_thinking
+from strop.data.bridge import call_message
+
+FROM_PROMPT, FROM_NOTHING = -1, -2
+"""Values of the column ``follows`` at the beginning of a sequence."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A request with its answer, or as much as there is of it."""
+
+    parent: Node | None
+    asked: Asked
+    inserted: list[int]
+    """Ids after the parent's answer; of a node without a parent the whole context."""
+    context: list[int]
+    key: str
+    """Digest of what decides the answer, and the number of equal requests before it."""
+    seed: int | None
+    """None: greedy."""
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    is_stopped: bool = False
+    """The last id is a stop token."""
+    is_cut: bool = False
+    """No room was left in the row."""
+    said: Said | None = None
+    seen: tuple[str, ...] = ()
+    """The request's messages and the answer, in canonical form; nothing before it is there."""
+    is_claimed: bool = True
+    """Its client waits, or has got the answer."""
+    is_recorded: bool = False
+    """The answer is that of a program that was started before."""
+
+    @property
+    def depth(self) -> int:
+        """Number of nodes before it."""
+        return 0 if self.parent is None else self.parent.depth + 1
+
+    @property
+    def call_ids(self) -> list[str]:
+        """Ids of the answer's calls: nine characters, which Mistral's template demands."""
+        letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+        found = []
+        for place in range(len(self.said.calls) if self.said else 0):
+            digest = hashlib.blake2b(f"{self.key} {place}".encode(), digest_size=9).digest()
+            found.append("".join(letters[byte % len(letters)] for byte in digest))
+        return found
+
+    def message(self) -> dict[str, Any]:
+        """Return the answer as a message, with arguments as JSON."""
+        assert self.said is not None
+        pairs = zip(self.said.calls, self.call_ids, strict=True)
+        calls = [call._replace(id=identity) for call, identity in pairs]
+        if calls:
+            return call_message(calls, self.said.content, as_text=True)
+        return {"role": "assistant", "content": self.said.content}
+
+
+class Row(NamedTuple):
+    """The tokens of a session, a list entry for each."""
+
+    ids: list[int]
+    sampled: list[bool]
+    log_probs: list[float]
+    versions: list[int]
+    follows: list[int]
+    """The token before it in its sequence: a place in these lists, FROM_PROMPT or FROM_NOTHING."""
+
+
+class Session:
+    """What the program of one sample has asked and got."""
+
+    def __init__(
+        self,
+        form: ChatFormat,
+        prompt: Sequence[str],
+        *,
+        seed: int | None,
+        room: int,
+        widest: int,
+        max_calls: int,
+        temperature: float,
+        top_p: float,
+        replay: str = "fresh",
+    ) -> None:
+        """Begin without a request.
+
+        Args:
+            form: the chat template.
+            prompt: the row's prompt in canonical form; a request of it draws with the sample's own seed.
+            seed: of the sample; None: greedy.
+            room: most tokens of the row beside its prompt.
+            widest: most tokens of a context that becomes the row's prompt.
+            max_calls: most requests that are answered.
+            temperature: of the run; requests may say the same.
+            top_p: likewise.
+            replay: key ``agent.replay``.
+        """
+        self._form, self._prompt, self._seed = form, tuple(prompt), seed
+        self._room, self._widest, self._max_calls, self._replay = room, widest, max_calls, replay
+        self._sampling = {"temperature": temperature, "top_p": top_p}
+        self.recorded: dict[str, dict[str, Any]] = {}
+        """Answers, and beginnings of answers, of a program that was started before, by key."""
+        self.prompt_ids: list[int] | None = None
+        """The context that is the row's prompt; None: that of the data, from which no sequence begins."""
+        self.is_resumed = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the nodes: the program is started again, and gets the recorded answers."""
+        self.nodes: list[Node] = []
+        """Answered, in the order of the answers."""
+        self.open: list[Node] = []
+        self.ended_by, self.error = "", ""
+        self.refused_by = ""
+        """The limit for which a request was refused, a word of ``ENDED_BY``."""
+        self.is_overlapping = False
+        self._counts: Counter[str] = Counter()
+        self.n_calls = self.n_replayed = self.n_abandoned = self.n_sampled = self.n_dropped = 0
+
+    def ask(self, asked: Asked) -> Node:
+        """Return the node of a request: answered, if its answer is recorded, else open.
+
+        Raises ``Refusal`` if the session has ended, for parameters of sampling that are not the run's, what
+        the chat template cannot show, more than ``max_calls``, and a context that does not fit.
+        """
+        if self.ended_by:
+            raise Refusal(403, "the session has ended")
+        for name, value in asked.sampling.items():
+            if value not in (self._sampling[name], 1.0):
+                raise Refusal(
+                    400, f"{name}={value:g} is not served: the run samples with its own; leave it out"
+                )
+        if self.n_calls >= self._max_calls:
+            self.refused_by = "turns"
+            raise Refusal(400, f"the session has had its agent.max_calls={self._max_calls} answers")
+        parent = self._parent_of(asked)
+        if asked.tools:
+            self._form.bridge(asked)
+            self._form.parser()
+        if parent is None:
+            inserted = context = self._form.prompt(asked)
+        else:
+            inserted = self._form.following(asked, len(parent.seen), is_stopped=parent.is_stopped)
+            context = [*parent.context, *parent.ids, *inserted]
+        self._require_room(parent, inserted)
+        digest = digest_of(context)
+        number = self._counts[digest]
+        self._counts[digest] += 1
+        key = digest_of(digest, number, asked.max_tokens, asked.stop, asked.shown)
+        node = Node(parent, asked, inserted, context, key, self._seed_of(asked, context, number))
+        self.n_calls += 1
+        self.is_overlapping |= bool(self.open)
+        known = self.recorded.get(key)
+        if known is not None:
+            node.ids, node.log_probs, node.versions = (
+                list(known[name]) for name in ("ids", "log_probs", "versions")
+            )
+            node.is_stopped, node.is_cut = known["is_stopped"], known["is_cut"]
+            self.n_sampled += len(node.ids)
+        self.open.append(node)
+        if known is not None and known["is_complete"]:
+            node.is_recorded = True
+            self.n_replayed += 1
+            self.answer(node)
+        return node
+
+    def _parent_of(self, asked: Asked) -> Node | None:
+        """Return the node whose messages are the longest beginning; of equals never the one by arrival."""
+        fitting = [
+            node
+            for node in self.nodes
+            if len(node.seen) < len(asked.seen)
+            and asked.seen[: len(node.seen)] == node.seen
+            and node.asked.shown == asked.shown
+        ]
+        if not fitting:
+            return None
+
+        def rank(node: Node) -> tuple[int, bool, bool, list[int]]:
+            sent = asked.messages[len(node.seen) - 1]
+            ids = [call["id"] for call in sent.get("tool_calls", ())]
+            assert node.said is not None
+            thoughts = {sent.get(name) for name in ("reasoning_content", "reasoning", "thinking")}
+            thoughts |= {split_thinking(sent["content"])[0]} - {""}
+            has_ids = bool(ids) and ids == node.call_ids
+            return len(node.seen), has_ids, node.said.thinking in thoughts, [-i for i in _order(node)]
+
+        return max(fitting, key=rank)
+
+    def _require_room(self, parent: Node | None, inserted: Sequence[int]) -> None:
+        """Raise ``Refusal`` if a context leaves no room for a token."""
+        used = self.size([*self.nodes, *self.open], (parent, inserted))
+        if used >= self._room:
+            self.refused_by = "length"
+            raise Refusal(
+                400,
+                "context_length_exceeded: the session's contexts and answers have no room left in "
+                f"data.max_response_length={self._room} tokens",
+            )
+
+    def _seed_of(self, asked: Asked, context: Sequence[int], number: int) -> int | None:
+        """Return the seed of an answer: a function of the sample's seed and of the context alone."""
+        if self._seed is None:
+            return None
+        shown = tuple(map(canonical, self._form.how.messages(asked.messages)))
+        if number == 0 and shown == self._prompt:
+            return self._seed
+        text = ",".join(map(str, (self._seed, *context))) + (f";{number}" if number else "")
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1  # vLLM's seeds are signed
+
+    def begin(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return this session's open ``nodes`` in an order of their own, before they are sampled."""
+        ordered = sorted(nodes, key=_order)
+        if self.prompt_ids is None:
+            roots = [node.context for node in ordered if node.parent is None]
+            self.prompt_ids = next((ids for ids in roots if len(ids) <= self._widest), None)
+        return ordered
+
+    def limit(self, node: Node, n_open: int) -> int:
+        """Return the most tokens that a node may get, of ``n_open`` that are sampled together."""
+        left = (self._room - self.size([*self.nodes, *self.open])) // n_open + len(node.ids)
+        return min(left, node.asked.max_tokens or left)
+
+    def answer(self, node: Node) -> None:
+        """Make an open node, whose ids are complete, an answered one."""
+        count = self._form.cut_at_stop(node.ids, node.asked.stop)
+        if count < len(node.ids):
+            node.is_stopped = node.is_cut = False
+            self.n_dropped += len(node.ids) - count
+            del node.ids[count:], node.log_probs[count:], node.versions[count:]
+        node.said = self._form.read(node.asked, node.context, node.ids)
+        node.seen = (*node.asked.seen, canonical(node.message()))
+        self.open.remove(node)
+        self.nodes.append(node)
+
+    def end(self, reason: str, error: str = "") -> None:
+        """End the session; nodes that nobody has claimed leave it."""
+        self.ended_by, self.error = reason, error
+        continued = {id(node.parent) for node in self.nodes}
+        kept = [node for node in self.nodes if node.is_claimed or id(node) in continued]
+        self.n_abandoned += len(self.nodes) - len(kept)
+        left = {id(node) for node in kept}
+        self.n_dropped += sum(len(node.ids) for node in (*self.nodes, *self.open) if id(node) not in left)
+        self.nodes, self.open = kept, []
+
+    def unused(self) -> bool:
+        """Return True if there are recorded answers that the program has not asked for again."""
+        asked = {node.key for node in self.nodes}
+        return any(known["is_complete"] and key not in asked for key, known in self.recorded.items())
+
+    @property
+    def ordered(self) -> list[Node]:
+        """The nodes as they stand in the row: as they were answered, if no two overlapped."""
+        return sorted(self.nodes, key=_order) if self.is_overlapping else self.nodes
+
+    def size(self, nodes: Sequence[Node], further: tuple[Node | None, Sequence[int]] | None = None) -> int:
+        """Return the number of tokens of a row with these nodes, and ``further`` inserted ones."""
+        given = {(id(node.parent) if node.parent else 0, tuple(node.inserted)) for node in nodes}
+        if further is not None:
+            given.add((id(further[0]) if further[0] else 0, tuple(further[1])))
+        prompt = self.prompt_ids
+        if prompt is None:  # the first context that fits will be
+            prompt = next(
+                (list(ids) for parent, ids in given if not parent and len(ids) <= self._widest), None
+            )
+        inserted = sum(len(ids) for parent, ids in given if parent or list(ids) != prompt)
+        return inserted + sum(len(node.ids) for node in nodes)
+
+    def row(self) -> Row:
+        """Return the session as one row of tokens."""
+        row = Row([], [], [], [], [])
+        ends: dict[int, int] = {}
+        contexts: dict[tuple[int, tuple[int, ...]], int] = {}
+
+        def add(before: int, ids: Sequence[int], node: Node | None = None) -> int:
+            for number, token in enumerate(ids):
+                row.follows.append(before)
+                before = len(row.ids)
+                row.ids.append(token)
+                row.sampled.append(node is not None)
+                row.log_probs.append(node.log_probs[number] if node else 0.0)
+                row.versions.append(node.versions[number] if node else -1)
+            return before
+
+        for node in self.ordered:
+            before = FROM_NOTHING if node.parent is None else ends[id(node.parent)]
+            if node.parent is None and node.context == self.prompt_ids:
+                before = FROM_PROMPT
+            else:
+                place = before, tuple(node.inserted)
+                if place not in contexts:
+                    contexts[place] = add(before, node.inserted)
+                before = contexts[place]
+            ends[id(node)] = add(before, node.ids, node)
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """Return what a program that is started again is told, as plain values."""
+        answers = dict(self.recorded)
+        for node in (*self.nodes, *self.open):
+            if node.ids:
+                answers[node.key] = {
+                    "ids": list(node.ids),
+                    "log_probs": list(node.log_probs),
+                    "versions": list(node.versions),
+                    "is_stopped": node.is_stopped,
+                    "is_cut": node.is_cut,
+                    "is_complete": node.said is not None,
+                }
+        return {"prompt": self.prompt_ids, "answers": answers}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state``."""
+        self.prompt_ids, self.recorded, self.is_resumed = state["prompt"], dict(state["answers"]), True
+
+
+def _order(node: Node) -> list[int]:
+    return [node.depth, *node.context, -1, *node.ids, *node.key.encode()]

@@ -1,0 +1,573 @@
+"""``AgentRollout``: samples that are sessions of agent programs.
+
+An engine generates answers; this module starts the programs, collects their requests, and makes rows of
+sessions. Requests are answered in waves. With ``agent.lockstep`` a wave begins when every running program
+waits for an answer, so that what is computed together, and in which order, depends on no clock.
+
+Shapes: B prompts of P columns, R = B x n sessions of T tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from strop.agents.chat import Asked, ChatFormat, Refusal, asked, canonical, digest_of
+from strop.agents.program import Outcome
+from strop.agents.server import Reply, Server
+from strop.agents.session import Node, Row, Session
+from strop.columns import ENDED_BY
+from strop.environments.pool import row_of
+from strop.errors import CheckpointError, TrainingError
+from strop.protocol import DataProto
+from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
+from strop.rollout.in_flight import InFlight
+from strop.terminal import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER, _RESTARTS = 2, 3
+"""Starts of a program whose process ends in which others may share it, and starts in all."""
+_LOOK_S = 0.25
+
+
+@dataclass(eq=False)
+class _Play:
+    """A session, its program, and the requests of both."""
+
+    key: str
+    session: Session
+    values: dict[str, Any]
+    state: str = "waiting"
+    """waiting, running, or ended."""
+    futures: dict[Node, asyncio.Future[Node]] = field(default_factory=dict)
+    bodies: dict[str, list[Node]] = field(default_factory=dict)
+    """By the digest of a request's body, and its idempotency key."""
+    outcome: Outcome = field(default_factory=dict)
+    stop: Callable[[], None] = lambda: None
+    starts: int = 0
+    own_s: float = 0.0
+    since: float = 0.0
+    """Time since which its program computes; 0: the program waits."""
+
+    @property
+    def waits(self) -> bool:
+        """True if the program waits for an answer, or runs no more."""
+        return self.state != "running" or bool(self.session.open)
+
+    def look(self, now: float) -> float:
+        """Return the seconds that its program has taken by itself."""
+        is_own = self.state == "running" and not self.session.open
+        if self.since:
+            self.own_s += now - self.since
+        self.since = now if is_own else 0.0
+        return self.own_s
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Sessions of one batch, in the order of rows."""
+
+    prompts: DataProto
+    params: SamplingParams
+    plays: list[_Play]
+    wait_s: float = 0.0
+    """Seconds in which the engine waited for programs."""
+    begun: float = field(default_factory=time.monotonic)
+
+
+class AgentRollout:
+    """Let programs sample from an engine; see ``RolloutEngine``."""
+
+    def __init__(self, engine: Any, spec: RolloutSpec) -> None:
+        """Serve the endpoint of this rank; ``engine``, a ``QueuedRollout`` without episodes, generates."""
+        assert spec.program_pool is not None
+        config: Any = spec.config
+        self._engine, self._settings, self._pool = engine, config.agent, spec.program_pool
+        self._form = ChatFormat(config, spec.tokenizer, engine.eos_token_ids, config.agent.parser)
+        self._prompt_key, self._pad_id = config.data.prompt_key, spec.tokenizer.pad_token_id
+        self.advanced: Advanced = lambda done, tokens: None
+        self._batches: dict[int, _Batch] = {}
+        self._plays: weakref.WeakValueDictionary[str, _Play] = weakref.WeakValueDictionary()
+        self._changed = threading.Condition()
+        self._warned: set[str] = set()
+        port = config.agent.port and config.agent.port + spec.rank
+        self._server = Server(_Desk(self), config.agent.host, port, key_in_path=True)
+        self._closing = weakref.finalize(self, self._server.close)
+
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """See ``RolloutEngine.generate``; ``finished`` is not called."""
+        batch = self._begun(prompts, params)
+        self._complete([batch], 0)
+        return self._result(batch)
+
+    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
+        """See ``RolloutEngine.admit``; no program starts before ``finish``."""
+        queued = [*self._batches]
+        if queued and batch <= queued[-1]:
+            raise TrainingError(
+                f"batch {batch} was admitted after batch {queued[-1]}; admit them in order, once"
+            )
+        self._batches[batch] = self._begun(prompts, params)
+
+    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
+        """See ``RolloutEngine.finish``; ``finished`` is not called."""
+        if next(iter(self._batches), None) != batch:
+            raise TrainingError(
+                f"batch {batch} cannot be finished: the batches admitted are {[*self._batches]}"
+            )
+        self._complete([*self._batches.values()], version)
+        result = self._result(self._batches[batch], with_versions=True)
+        del self._batches[batch]
+        return result
+
+    def in_flight(self) -> dict[str, Any]:
+        """See ``RolloutEngine.in_flight``: answers by session; programs are started again."""
+        with self._changed:
+            return {
+                "batches": {
+                    number: [play.session.state() | {"outcome": _plain(play)} for play in batch.plays]
+                    for number, batch in self._batches.items()
+                }
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See ``RolloutEngine.restore``."""
+        saved = state["batches"]
+        if [*saved] != [*self._batches]:
+            raise CheckpointError(
+                f"sessions in flight are of batches {[*saved]}, but batches {[*self._batches]} are admitted"
+            )
+        for number, batch in self._batches.items():
+            if len(saved[number]) != len(batch.plays):
+                raise CheckpointError(
+                    f"batch {number} has {len(batch.plays)} sessions, and {len(saved[number])} were saved"
+                )
+            for play, session in zip(batch.plays, saved[number], strict=True):
+                play.session.restore(session)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """See ``RolloutEngine.update_weights``."""
+        self._engine.update_weights(weights, last=last)
+
+    def checksums(self) -> dict[str, int] | None:
+        """See ``RolloutEngine.checksums``."""
+        return self._engine.checksums()
+
+    def release(self) -> None:
+        """See ``RolloutEngine.release``."""
+        self._engine.release()
+
+    def _begun(self, prompts: DataProto, params: SamplingParams) -> _Batch:
+        """Return a batch whose programs have not been started."""
+        seeds: list[int | None] = [*seeds_of(prompts, params)] or [None] * (len(prompts) * params.n)
+        width, plays = prompts.batch["input_ids"].shape[1], []
+        for number, seed in enumerate(seeds):
+            given = {name: values[number // params.n] for name, values in prompts.non_tensor_batch.items()}
+            row, key = row_of(given), secrets.token_hex(16)
+            session = Session(
+                self._form,
+                tuple(map(canonical, self._form.how.messages(row[self._prompt_key]))),
+                seed=seed,
+                room=params.max_tokens,
+                widest=width,
+                max_calls=self._settings.max_calls,
+                temperature=0.0 if params.greedy else params.temperature,
+                top_p=params.top_p,
+            )
+            url = f"{self._server.url}/s/{key}/v1"
+            play = _Play(key, session, {**row, "row": row, "base_url": url, "api_key": key})
+            plays.append(play)
+            self._plays[key] = play
+        return _Batch(prompts, params, plays)
+
+    def _complete(self, batches: Sequence[_Batch], version: int) -> None:
+        """Answer requests in waves until the sessions of the first batch have ended."""
+        oldest, plays = batches[0], [play for batch in batches for play in batch.plays]
+        reported = sum(play.state == "ended" for play in oldest.plays)
+        self.advanced(reported, 0)
+        while True:
+            begun = time.monotonic()
+            with self._changed:
+                while not self._is_ready(oldest, plays):
+                    self._changed.wait(_LOOK_S)
+            oldest.wait_s += time.monotonic() - begun
+            ended = sum(play.state == "ended" for play in oldest.plays)
+            self.advanced(ended - reported, 0)
+            reported = ended
+            if ended == len(oldest.plays):
+                return
+            self._wave(batches, version)
+
+    def _is_ready(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
+        """Start programs and end late ones; return True if a wave can begin, or all of ``oldest`` ended."""
+        now = time.monotonic()
+        for play in plays:
+            if "raised" in play.outcome:
+                raise play.outcome["raised"]
+            if play.look(now) > self._settings.timeout and play.state == "running":
+                reason = f"the program took more than agent.timeout={self._settings.timeout:g} s by itself"
+                play.stop()
+                self._end(play, "error", reason)
+        running = [play for play in plays if play.state == "running"]
+        is_alone = any(play.starts > _TOGETHER for play in running)
+        for play in plays:
+            if play.state != "waiting" or (running and (is_alone or play.starts >= _TOGETHER)):
+                continue
+            if len(running) >= (self._pool.concurrency or len(plays)):
+                break
+            self._start(play)
+            running.append(play)
+            is_alone = play.starts > _TOGETHER
+        if all(play.state == "ended" for play in oldest.plays):
+            return True
+        asks = [play for play in running if play.session.open]
+        if self._settings.lockstep:
+            return bool(asks) and len(asks) == len(running)
+        return bool(asks)
+
+    def _start(self, play: _Play) -> None:
+        play.starts += 1
+        play.state, play.own_s, play.since = "running", 0.0, time.monotonic()
+
+        def ended(outcome: Outcome, start: int = play.starts) -> None:
+            with self._changed:
+                if play.state == "running" and play.starts == start:
+                    self._take(play, outcome)
+                self._changed.notify_all()
+
+        play.stop = self._pool.start(f"{play.key}-{play.starts}", play.values, ended)
+
+    def _take(self, play: _Play, outcome: Outcome) -> None:
+        """Take the end of a program."""
+        session = play.session
+        if "raised" in outcome:
+            play.outcome = outcome
+        elif "lost" in outcome and play.starts < _RESTARTS:
+            self._warn("a program was lost, and is started again", outcome["lost"])
+            session.recorded = session.state()["answers"]
+            self._cancel(play, "the program is started again")
+            session.restart()
+            play.bodies.clear()
+            play.state = "waiting"
+        elif ("error" in outcome and session.refused_by) or "response" in outcome or "score" in outcome:
+            play.outcome = outcome if "error" not in outcome else {"response": None}
+            if session.is_resumed and self._settings.replay == "check" and session.unused():
+                raised = f"session {play.values['row'].get('uid')}: the program asks otherwise than before"
+                play.outcome = {"raised": CheckpointError(f"{raised} (agent.replay=check)")}
+            self._end(play, session.refused_by or "stop")
+        else:
+            self._warn("a session was lost", outcome.get("traceback") or outcome.get("lost", ""))
+            self._end(play, "error", outcome.get("error") or outcome["lost"].splitlines()[0])
+
+    def _end(self, play: _Play, reason: str, error: str = "") -> None:
+        play.session.end(reason, error)
+        play.state, play.since = "ended", 0.0
+        self._cancel(play, "the session has ended", 403)
+        play.bodies.clear()
+
+    def _cancel(self, play: _Play, message: str, status: int = 400) -> None:
+        futures, play.futures = play.futures, {}
+        for future in futures.values():
+            self._server.loop.call_soon_threadsafe(_refuse, future, Refusal(status, message))
+
+    def _warn(self, what: str, found: str) -> None:
+        """Log the first failure of a kind; metrics count the others."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("agent: %s, for the first time: %s", what, printable(found))
+
+    def ask(self, key: str, request: Asked, mark: str, is_retry: bool) -> tuple[_Play, Node]:
+        """Return the node of a request; one that is sent again is not another one.
+
+        Raises ``Refusal`` for an unknown session, and as ``Session.ask`` does. In the server's thread.
+        """
+        with self._changed:
+            play = self._plays.get(key)
+            if play is None:
+                raise Refusal(404, "there is no session of this key")
+            asked_before = play.bodies.setdefault(mark, [])
+            if is_retry and asked_before and not play.session.ended_by:
+                node = next((one for one in asked_before if not one.is_claimed), asked_before[-1])
+                node.is_claimed = True
+            elif play.state == "waiting":
+                raise Refusal(403, "the program is started again")
+            else:
+                node = play.session.ask(request)
+                asked_before.append(node)
+            if node.said is None and node not in play.futures:
+                play.futures[node] = self._server.loop.create_future()
+            self._changed.notify_all()
+            return play, node
+
+    def text(self, node: Node) -> str:
+        """Return the whole text of an answer."""
+        return self._form.text(node.ids)
+
+    def leave(self, play: _Play, node: Node) -> None:
+        """Note that the client of a request is gone."""
+        with self._changed:
+            node.is_claimed = False
+
+    def _wave(self, batches: Sequence[_Batch], version: int) -> None:
+        """Sample the open nodes; those of the first batch to their ends."""
+        with self._changed:
+            waves = [_Wave.of(batch, number == 0) for number, batch in enumerate(batches)]
+            waves = [wave for wave in waves if wave.nodes]
+        contexts: dict[tuple[int, ...], Tensor] = {}
+        flights = [wave.in_flight(self._pad_id, contexts) for wave in waves]
+        self._engine.advanced = lambda done, tokens: self.advanced(0, tokens)
+        self._engine._complete(flights, version, None)
+        with self._changed:
+            for wave, flight in zip(waves, flights, strict=True):
+                for play, node in wave.take(flight):
+                    if (future := play.futures.pop(node, None)) is not None:
+                        self._server.loop.call_soon_threadsafe(_settle, future, node)
+
+    def _result(self, batch: _Batch, *, with_versions: bool = False) -> DataProto:
+        """Return the columns of ``answer``, and those of turns, for the rows of a batch."""
+        n, T = batch.params.n, batch.params.max_tokens
+        sessions = [play.session for play in batch.plays]
+        rows = [Row([], [], [], [], []) if one.ended_by == "error" else one.row() for one in sessions]
+        for session, row in zip(sessions, rows, strict=True):
+            if session.ended_by != "error" and sum(row.sampled) != session.n_sampled - session.n_dropped:
+                raise TrainingError(
+                    f"a session has {sum(row.sampled)} sampled tokens in its row, and the engine gave it "
+                    f"{session.n_sampled - session.n_dropped}"
+                )
+        if not any(any(row.sampled) for row in rows):
+            first = next((one.error for one in sessions if one.error), "no program asked for an answer")
+            raise TrainingError(f"no session of the batch has a sampled token: {first}")
+        prompts = _with_prompts(batch.prompts.repeat(n), sessions, self._pad_id)
+        columns = {
+            name: torch.tensor(
+                [[*getattr(row, name), *itertools.repeat(pad, T - len(row.ids))] for row in rows]
+            )
+            for name, pad in (("ids", self._pad_id), ("sampled", False), ("log_probs", 0.0), ("versions", -1))
+        }
+        lengths = torch.tensor([len(row.ids) for row in rows])
+        ended = torch.tensor([ENDED_BY.index(one.ended_by) for one in sessions], dtype=torch.int8)
+        found = answer(
+            prompts,
+            replace(batch.params, n=1),
+            Samples(
+                columns["ids"],
+                columns["log_probs"].float(),
+                lengths,
+                ended == ENDED_BY.index("length"),
+                columns["sampled"].bool(),
+            ),
+            **self._engine._special_ids,
+        )
+        share = batch.wait_s / max(time.monotonic() - batch.begun, 1e-9)
+        more: dict[str, Any] = {"ended_by": ended, **_counts(sessions, rows, share)}
+        if with_versions:
+            more["rollout_versions"] = columns["versions"].int().masked_fill(~columns["sampled"], -1)
+        if any(row.follows != [*range(-1, len(row.ids) - 1)] for row in rows):
+            plain = [*range(-1, T - 1)]
+            more["follows"] = torch.tensor(
+                [[*row.follows, *plain[len(row.ids) :]] for row in rows], dtype=torch.int32
+            )
+        more["environment_scores"] = torch.stack(
+            [_scores(play, row, T) for play, row in zip(batch.plays, rows, strict=True)]
+        )
+        texts = np.array([_conversation(self._form, play) for play in batch.plays], object)
+        return found.union(DataProto(more, {"conversation": texts}))
+
+
+class _Desk:
+    """The endpoint's side of a rollout."""
+
+    def __init__(self, rollout: AgentRollout) -> None:
+        self._rollout = weakref.ref(rollout)
+
+    def models(self) -> Sequence[str]:
+        """See ``Desk.models``."""
+        return ["policy"]
+
+    async def answer(self, key: str, body: dict[str, Any], is_retry: bool, mark: str | None) -> Reply:
+        """See ``Desk.answer``."""
+        rollout, request = self._rollout(), asked(body)
+        if rollout is None:
+            raise Refusal(403, "the run has ended")
+        name = digest_of(body) + (mark or "")
+        play, node = rollout.ask(key, request, name, is_retry or mark is not None)
+        if (future := play.futures.get(node)) is not None:
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError:
+                rollout.leave(play, node)
+                raise
+        assert node.said is not None
+        is_cut = not node.is_stopped and not any(stop in rollout.text(node) for stop in request.stop)
+        return Reply(node.key, node.said, node.message(), len(node.context), len(node.ids), is_cut)
+
+
+@dataclass
+class _Wave:
+    """Nodes of a batch that are sampled together, in an order of their own."""
+
+    batch: _Batch
+    is_first: bool
+    nodes: list[tuple[_Play, Node]]
+    limits: list[int]
+
+    @classmethod
+    def of(cls, batch: _Batch, is_first: bool) -> _Wave:
+        """Collect the open nodes of a batch."""
+        nodes, limits = [], []
+        for play in batch.plays:
+            ordered = play.session.begin(play.session.open)
+            nodes += [(play, node) for node in ordered]
+            limits += [max(play.session.limit(node, len(ordered)), 1) for node in ordered]
+        return cls(batch, is_first, nodes, limits)
+
+    def in_flight(self, pad_id: int, contexts: dict[tuple[int, ...], Tensor]) -> InFlight:
+        """Return the nodes as samples; equal contexts are one tensor."""
+        params = replace(self.batch.params, n=1)
+        given = [node.context for _, node in self.nodes]
+        lengths = torch.tensor([[len(ids)] for ids in given])
+        width = int(lengths.max())
+        mask = (torch.arange(width) >= width - lengths).long()
+        columns = {
+            "input_ids": torch.tensor([[*itertools.repeat(pad_id, width - len(ids)), *ids] for ids in given]),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
+        if not params.greedy:
+            columns["seeds"] = torch.tensor([[node.seed] for _, node in self.nodes])
+        found = InFlight(DataProto(columns), params, limits=self.limits)
+        found.prompt_ids = [contexts.setdefault(tuple(ids), torch.tensor(ids)) for ids in given]
+        for row, (_, node) in enumerate(self.nodes):
+            done = found.lengths[row] = len(node.ids)
+            found.tokens[row, :done] = torch.tensor(node.ids)
+            found.log_probs[row, :done] = torch.tensor(node.log_probs)
+            found.versions[row, :done] = torch.tensor(node.versions, dtype=torch.int32)
+        return found
+
+    def take(self, found: InFlight) -> list[tuple[_Play, Node]]:
+        """Give the nodes their tokens; return those that are answered now."""
+        answered = []
+        for row, (play, node) in enumerate(self.nodes):
+            if node not in play.session.open:  # its session has ended meanwhile
+                continue
+            length = int(found.lengths[row])
+            play.session.n_sampled += length - len(node.ids)
+            node.ids, node.is_stopped = found.ids(row), bool(found.stopped[row])
+            node.log_probs = found.log_probs[row, :length].tolist()
+            node.versions = found.versions[row, :length].tolist()
+            if bool(found.complete[row]):
+                play.session.answer(node)
+                answered.append((play, node))
+        return answered
+
+
+def _settle(future: asyncio.Future[Node], node: Node) -> None:
+    if not future.done():
+        future.set_result(node)
+
+
+def _refuse(future: asyncio.Future[Node], refusal: Refusal) -> None:
+    if not future.done():
+        future.set_exception(refusal)
+        future.exception()  # its client may be gone
+
+
+def _plain(play: _Play) -> dict[str, Any]:
+    return {name: value for name, value in play.outcome.items() if name != "raised"}
+
+
+def _with_prompts(prompts: DataProto, sessions: Sequence[Session], pad_id: int) -> DataProto:
+    """Return the rows [R, P] with the contexts that their sessions begin with."""
+    ids_RP, mask_RP = prompts.batch["input_ids"].clone(), prompts.batch["attention_mask"].clone()
+    width = ids_RP.shape[1]
+    for row, session in enumerate(sessions):
+        if session.prompt_ids is not None and session.ended_by != "error":
+            length = len(session.prompt_ids)
+            ids_RP[row], mask_RP[row] = pad_id, 0
+            ids_RP[row, width - length :] = torch.tensor(session.prompt_ids)
+            mask_RP[row, width - length :] = 1
+    columns = {
+        "input_ids": ids_RP,
+        "attention_mask": mask_RP,
+        "position_ids": (mask_RP.cumsum(1) - 1).clamp(min=0),
+    }
+    return DataProto({**prompts.batch, **columns}, prompts.non_tensor_batch, prompts.meta_info)
+
+
+def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> dict[str, Tensor]:
+    """Return numbers of each session as columns."""
+    nodes = [[] if one.ended_by == "error" else one.nodes for one in sessions]
+    said = [[node.said for node in own if node.said] for own in nodes]
+    counts = {
+        "n_turns": [len(own) for own in nodes],
+        "n_calls": [sum(len(one.calls) for one in own) for own in said],
+        "n_malformed": [sum(bool(one.malformed) for one in own) for own in said],
+        "n_errors": [int(one.ended_by == "error") for one in sessions],
+        "n_other_stop": [0] * len(sessions),
+        "n_branches": [_branches(row) for row in rows],
+        "n_overlapping": [int(one.is_overlapping) for one in sessions],
+        "n_replayed": [one.n_replayed for one in sessions],
+        "n_abandoned": [one.n_abandoned for one in sessions],
+    }
+    found = {name: torch.tensor(values, dtype=torch.int16) for name, values in counts.items()}
+    cut = [
+        any(not node.is_stopped and node.asked.max_tokens == len(node.ids) for node in own) for own in nodes
+    ]
+    return {**found, "turn_cut": torch.tensor(cut), "agent_waiting": torch.full((len(sessions),), share)}
+
+
+def _scores(play: _Play, row: Row, T: int) -> Tensor:
+    """Return the score that a program returned, on the last sampled token [T]; NaN without."""
+    if "score" not in play.outcome or play.session.ended_by == "error":
+        return torch.full((T,), math.nan)
+    scores = torch.zeros(T)
+    last = max((place for place, own in enumerate(row.sampled) if own), default=0)
+    scores[last] = play.outcome["score"]
+    return scores
+
+
+def _branches(row: Row) -> int:
+    """Return the number of sequences of a row: its tokens that no other one follows."""
+    followed = {before for before in row.follows if before >= 0}
+    return sum(place not in followed for place in range(len(row.ids)))
+
+
+def _conversation(form: ChatFormat, play: _Play) -> str:
+    """Return the turns of a session, and what its program returned, as JSON."""
+    session, outcome = play.session, play.outcome
+    if session.ended_by == "error":
+        return json.dumps({"turns": [], "error": session.error}, ensure_ascii=False)
+    turns, messages = [], []
+    ordered = session.ordered
+    for node in ordered:
+        assert node.said is not None
+        calls = [{"name": call.name, "arguments": call.arguments} for call in node.said.calls]
+        after = next((other for other in ordered if other.parent is node), None)
+        answers = after.asked.messages[len(node.seen) :] if after else []
+        turns.append({"text": form.plain(node.ids), "calls": calls, "answers": answers})
+        messages = [*node.asked.messages, node.message()]
+    found: dict[str, Any] = {"turns": turns, "messages": messages}
+    if (text := outcome.get("response")) is not None:
+        found["response"] = text
+    if "score" in outcome:
+        found["parts"] = outcome["parts"]
+    return json.dumps(found, ensure_ascii=False)
