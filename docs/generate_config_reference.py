@@ -94,6 +94,7 @@ PAGES = {
     "data": ["data"],
     "reward_model": ["reward_model", "custom_reward_function"],
     "environment": ["environment"],
+    "agent": ["agent"],
     "trainer": ["trainer"],
     "model": ["actor_rollout_ref", "actor_rollout_ref.model"],
     "actor": ["actor_rollout_ref.actor"],

@@ -14,8 +14,19 @@ from strop.config.trees import TREES
 KEYWORDS = Path(__file__).parents[1] / "src/strop/keywords.py"
 ARGUMENTS = {
     "train": {
-        "Train": ("model", "data", "reward", "algorithm", "environment"),
-        "Evaluate": ("model", "data", "reward", "algorithm", "environment", "lr", "steps", "n", "out"),
+        "Train": ("model", "data", "reward", "algorithm", "environment", "agent"),
+        "Evaluate": (
+            "model",
+            "data",
+            "reward",
+            "algorithm",
+            "environment",
+            "agent",
+            "lr",
+            "steps",
+            "n",
+            "out",
+        ),
     },
     "sft": {"Sft": ("model", "data")},
     "train-rm": {"TrainRm": ("model", "data")},

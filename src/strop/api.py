@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
 
 Environment = str | Path | Callable[[], Any] | Mapping[str, Any] | None
+Agent = str | Callable[..., Any] | Mapping[str, Any] | None
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
 
 
@@ -37,6 +38,7 @@ def train(
     *,
     environment: Environment = None,
     tools: Sequence[str | Callable[..., Any]] = (),
+    agent: Agent = None,
     recipe: str | Path | None = "auto",
     config: str | Path | Mapping[str, Any] | None = None,
     tokenizer: keys.PretrainedModel | None = None,
@@ -64,6 +66,9 @@ def train(
             that makes its objects, ``file.py:Class``, ``gym:ID``, ``mcp:COMMAND``, a dict of these by the
             column ``environment`` of a row, or a dict of keys below ``environment``.
         tools: what the policy may call: functions, classes, ``strop.tools.python``, ``mcp:COMMAND``.
+        agent: a program that owns its loop and samples from the policy (``strop docs agents``): a function
+            ``run(row, base_url, api_key)``, ``file.py:run``, or a dict of keys below ``agent``, such as
+            ``dict(command="node agent.js")``.
         recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file
             (``strop docs recipes``). ``auto``: that of ``algorithm``, or ``grpo``. None: the defaults.
         config: a YAML file laid over the defaults, or a dict of keys.
@@ -86,6 +91,7 @@ def train(
     given.reward(reward)
     given.model("actor_rollout_ref.model", model, tokenizer)
     given.environment(environment, tools)
+    given.agent(agent)
     return _train(given, on_step)
 
 
@@ -155,6 +161,7 @@ def evaluate(
     out: str | Path | None = None,
     environment: Environment = None,
     tools: Sequence[str | Callable[..., Any]] = (),
+    agent: Agent = None,
     config: str | Path | Mapping[str, Any] | None = None,
     **overrides: Unpack[keys.EvaluateKeys],
 ) -> Evaluation:
@@ -170,7 +177,7 @@ def evaluate(
         max_response_length: in tokens; a longer answer is cut. None: 512, or half of the window.
         limit: use only the first prompts of each data source.
         out: folder for ``samples.parquet`` and ``results.json``. None: a new one in ``evaluations``.
-        environment: as for ``train``, and ``tools``.
+        environment: as for ``train``, and ``tools`` and ``agent``.
         config: as for ``train``.
         overrides: as for ``train``.
     """
@@ -180,6 +187,7 @@ def evaluate(
     given.data(data, "val_files")
     given.reward(reward)
     given.environment(environment, tools)
+    given.agent(agent)
     own = evaluation.settings(
         str(model),
         (),
@@ -321,6 +329,10 @@ class _Given:
             self.set(
                 "environment.tools", [tools] if isinstance(tools, str) or callable(tools) else list(tools)
             )
+
+    def agent(self, agent: Agent) -> None:
+        if agent is not None:
+            self.set("agent" if isinstance(agent, Mapping) else "agent.path", agent)
 
     def load(self, defaults: Mapping[str, Any] | None = None, below: Mapping[str, Any] | None = None) -> Any:
         """Return the configuration; ``defaults`` lie below the user's file, ``below`` over it."""

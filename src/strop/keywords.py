@@ -757,6 +757,35 @@ class TrainEnvironment(TypedDict, total=False):
     """Limit of a process's private memory, and of each that it starts, in MiB; null: none."""
 
 
+class TrainAgent(TypedDict, total=False):
+    """A program of yours that samples from the policy through an endpoint; see strop docs agents."""
+
+    path: str | Path | None
+    """Program of each sample: file.py:run, as run(row, base_url, api_key); it may be async."""
+    command: str | None
+    """The same as a shell command: OPENAI_BASE_URL, OPENAI_API_KEY, the row as JSON on its input."""
+    parser: str
+    """Notation of tool calls: auto (as the chat template writes them), a name, or file.py:function."""
+    concurrency: int | None
+    """Programs that run at the same time on each rank; null: all, for a command 4 for each core."""
+    lockstep: bool
+    """Sample once every running program waits for an answer: equal log-probs whatever their delays."""
+    max_calls: int
+    """Answers that a program may ask for."""
+    timeout: float
+    """Seconds that a program may take between its calls, in all, before its sample is lost."""
+    replay: Literal["fresh", "check"]
+    """Program that asks otherwise when it is started again: it goes on from there, or is an error."""
+    processes: int
+    """Processes for programs, on each rank of the rollout."""
+    memory_limit_mb: int | None
+    """Limit of a process's private memory, and of each that it starts, in MiB; null: none."""
+    host: str
+    """Address on which the endpoint listens."""
+    port: int
+    """Its port on the first rank, one more on each further rank; 0: a free one."""
+
+
 class TrainAlgorithmKlCtrl(TypedDict, total=False):
     """The weight of the KL penalty in the reward; unused with actor_rollout_ref.actor.use_kl_loss."""
 

@@ -98,7 +98,7 @@ def named_files(tree: Mapping[str, Any], config: RootConfig) -> dict[str, list[s
 
 
 def _defining(config: Config) -> dict[str, list[str]]:
-    """Return the files that define what keys of the reward and the environment name in Python."""
+    """Return the files that define what keys of the reward, environment and agent name."""
     section = config.reward_model
     parts = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
     named = {"reward_model.parts": parts, "reward_model.reward_manager": [section.reward_manager]}
@@ -111,11 +111,18 @@ def _defining(config: Config) -> dict[str, list[str]]:
     found = {
         key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])
     }
-    environment = config.environment
-    named = {"path": [*environment.path.values()], "tools": environment.tools, "parser": [environment.parser]}
+    environment, agent = config.environment, config.agent
+    named = {
+        "environment.path": [*environment.path.values()],
+        "environment.tools": environment.tools,
+        "environment.parser": [environment.parser],
+        "agent.path": [agent.path or ""],
+        "agent.command": [f"mcp:{agent.command}" if agent.command else ""],
+        "agent.parser": [agent.parser],
+    }
     for key, values in named.items():
         if files := [file for value in values for file in _sources(value)]:
-            found[f"environment.{key}"] = files
+            found[key] = files
     return found
 
 

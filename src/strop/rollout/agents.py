@@ -35,6 +35,7 @@ from strop.errors import CheckpointError, TrainingError
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
 from strop.rollout.in_flight import InFlight
+from strop.rollout.queued import Wave
 from strop.terminal import printable
 
 if TYPE_CHECKING:
@@ -204,6 +205,14 @@ class AgentRollout:
         oldest, plays = batches[0], [play for batch in batches for play in batch.plays]
         reported = sum(play.state == "ended" for play in oldest.plays)
         self.advanced(reported, 0)
+        self._engine.advanced = lambda done, tokens: self.advanced(0, tokens)
+        with self._engine.waves(oldest.params) as wave:
+            self._play(batches, plays, version, wave, reported)
+
+    def _play(
+        self, batches: Sequence[_Batch], plays: Sequence[_Play], version: int, wave: Wave, reported: int
+    ) -> None:
+        oldest = batches[0]
         while True:
             begun = time.monotonic()
             with self._changed:
@@ -215,7 +224,7 @@ class AgentRollout:
             reported = ended
             if ended == len(oldest.plays):
                 return
-            self._wave(batches, version)
+            self._wave(batches, version, wave)
 
     def _is_ready(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
         """Start programs and end late ones; return True if a wave can begin, or all of ``oldest`` ended."""
@@ -327,7 +336,7 @@ class AgentRollout:
         with self._changed:
             node.is_claimed = False
 
-    def _wave(self, batches: Sequence[_Batch], version: int) -> None:
+    def _wave(self, batches: Sequence[_Batch], version: int, generate: Wave) -> None:
         """Sample the open nodes; those of the first batch to their ends."""
         with self._changed:
             waves = [_Wave.of(batch, number == 0) for number, batch in enumerate(batches)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from strop.protocol import DataProto
@@ -11,6 +12,10 @@ from strop.rollout.in_flight import InFlight, Queue
 
 if TYPE_CHECKING:
     from strop.rollout.episodes import Episodes
+
+
+Wave = Callable[[Sequence[InFlight], int], None]
+"""Generate batches with weights of a version until the first one is complete."""
 
 
 class QueuedRollout:
@@ -62,6 +67,11 @@ class QueuedRollout:
     def restore(self, state: dict[str, Any]) -> None:
         """See ``RolloutEngine.restore``."""
         self._queue.restore(state)
+
+    @contextlib.contextmanager
+    def waves(self, params: SamplingParams) -> Generator[Wave]:
+        """Yield a function that may be called several times; the weights do not change in the body."""
+        yield lambda batches, version: self._complete(batches, version, None)
 
     def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
         """Return a batch without tokens."""

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from strop.agents.chat import ChatFormat, Refusal, asked
 from strop.agents.program import load_program
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
@@ -291,6 +292,8 @@ def build_trainer(
         if form is not None:
             logger.info("%s", form.history())
     program = attempt(lambda: load_program(config.agent))
+    if program is not None:
+        attempt(lambda: chat_format(config, tokenizer))
     gives_rewards = uses_agent(config) or (environments is not None and environments.gives_rewards)
     reward_fn, val_reward_fn = (
         attempt(lambda n=n: load_reward_manager(config, tokenizer, n, gives_rewards, **rewards.reward_kwargs))
@@ -321,12 +324,27 @@ def build_trainer(
 
 def turn_format(config: Config, environments: Environments, tokenizer: Any) -> TurnFormat:
     """Return how turns are written; ``ModelError`` if the template shows no answers or calls."""
+    return TurnFormat(config, environments, tokenizer, _end_ids(config, tokenizer))
+
+
+def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
+    """Return how an agent's messages are written; ``ModelError`` if the template shows no answers."""
+    form = ChatFormat(config, tokenizer, _end_ids(config, tokenizer), config.agent.parser)
+    try:
+        form.bridge(asked({"messages": [{"role": "user", "content": "Hi"}]}))
+    except Refusal as refusal:
+        raise ModelError(str(refusal)) from refusal
+    return form
+
+
+def _end_ids(config: Config, tokenizer: Any) -> list[int]:
+    """Return the token ids that end a response, without a model."""
     folder = local_tokenizer(config.actor_rollout_ref.model.path, config.data.cache_dir)
     ends: Any = None
     if (folder / "generation_config.json").is_file():
         ends = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
     ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    return TurnFormat(config, environments, tokenizer, sorted(ids))
+    return sorted(ids)
 
 
 def worker_group_class(config: RootConfig) -> type:

@@ -22,6 +22,7 @@ from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
 from strop.config.keys import value_at
 from strop.config.placement import is_written
 from strop.config.schema import Config
+from strop.config.schema.agent import uses_agent
 from strop.config.schema.environment import uses_environment
 from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
@@ -334,11 +335,12 @@ class Run(ABC):
         logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
 
     def _environment_keys(self) -> str:
-        """Return the keys of the run's environment, without which an evaluation would have none."""
+        """Return the keys of the run's environment or agent, without which an evaluation would have none."""
         config = self.trainer.config
-        if not isinstance(config, Config) or not uses_environment(config):
+        if not isinstance(config, Config) or not (uses_environment(config) or uses_agent(config)):
             return ""
         keys = [f"environment.{name}" for name in type(config.environment).model_fields]
+        keys += [f"agent.{name}" for name in type(config.agent).model_fields]
         values = {key: value_at(config, key) for key in keys if is_written(config, key)}
         if path := values.get("environment.path"):  # as an override names one or several
             several = ", ".join(f"{name}: {given!r}" for name, given in path.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, too_few_rows
-from strop.config.checks import inputs, learning, lora, memory, processes, publishing, supervised
+from strop.config.checks import agents, inputs, learning, lora, memory, processes, publishing, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
 from strop.config.derived import NEW_LIB, OLD_LIBS
@@ -136,6 +136,7 @@ RULES: tuple[Rule, ...] = (
     inputs.reward_file,
     inputs.memory,
     inputs.context_windows,
+    agents.sessions,
     deprecated,
 )
 

@@ -33,7 +33,7 @@ from strop.rollout.hf.decoding import Contexts, Kept, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
 from strop.rollout.in_flight import InFlight
-from strop.rollout.queued import QueuedRollout
+from strop.rollout.queued import QueuedRollout, Wave
 from strop.rollout.sampling import draw_uniforms
 
 if TYPE_CHECKING:
@@ -121,12 +121,19 @@ class HFRollout(QueuedRollout):
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until the first of ``batches`` is complete, together with those of equal parameters."""
         if self._episodes is None:
-            self._decode(batches, version, finished)
+            with self._ready(batches[0].params):
+                self._decode(batches, version, finished)
             return
         alike = [batch for batch in batches if batch.params == batches[0].params]
         with self._ready(batches[0].params):
             wave = partial(self._decode, alike, version, None, Kept())
             self._episodes.complete(alike, wave, advanced=self.advanced)
+
+    @contextlib.contextmanager
+    def waves(self, params: SamplingParams) -> Generator[Wave]:
+        """See ``QueuedRollout.waves``."""
+        with torch.no_grad(), self._ready(params):
+            yield lambda batches, version: self._decode(batches, version, None)
 
     @contextlib.contextmanager
     def _ready(self, params: SamplingParams) -> Generator[None]:
@@ -150,8 +157,7 @@ class HFRollout(QueuedRollout):
     ) -> None:
         """Generate until each sample, or turn, of the first of ``batches`` has ended.
 
-        ``kept``: the model is ready, and keys and values are kept from one call to the next, if all samples
-        are generated at once.
+        ``kept``: keys and values are kept from one call to the next, if all samples are generated at once.
         """
         oldest, params = batches[0], batches[0].params
         for row in oldest.complete.nonzero()[:, 0].tolist():
@@ -166,26 +172,25 @@ class HFRollout(QueuedRollout):
         advanced(len(oldest.complete) - awaited, 0)
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
         size = self.micro_batch_size or len(rows)
-        with contextlib.nullcontext() if kept else self._ready(params):
-            for part, first in _parts(rows, awaited, size):
-                most = params.max_tokens if first else longest
-                samples = decode(
-                    self.model,
-                    self._windows,
-                    _contexts_of(part, self.model.device),
-                    None if params.greedy else _uniforms_of(part),
-                    [min(row.batch.room(row.sample), most) for row in part],
-                    params,
-                    stop_ids_S,
-                    self.compute_dtype or self.model.dtype,
-                    awaited=first or len(part),
-                    finished=None if finished is None else _reporting(part[:first], finished),
-                    advanced=advanced if first else None,
-                    kept=kept if len(rows) <= size else None,
-                    names=[(row.batch, row.sample) for row in part],
-                )
-                _append(part, samples, version)
-                longest = max(longest, int(samples.lengths[:first].max()) if first else 0)
+        for part, first in _parts(rows, awaited, size):
+            most = params.max_tokens if first else longest
+            samples = decode(
+                self.model,
+                self._windows,
+                _contexts_of(part, self.model.device),
+                None if params.greedy else _uniforms_of(part),
+                [min(row.batch.room(row.sample), most) for row in part],
+                params,
+                stop_ids_S,
+                self.compute_dtype or self.model.dtype,
+                awaited=first or len(part),
+                finished=None if finished is None else _reporting(part[:first], finished),
+                advanced=advanced if first else None,
+                kept=kept if len(rows) <= size else None,
+                names=[(row.batch, row.sample) for row in part],
+            )
+            _append(part, samples, version)
+            longest = max(longest, int(samples.lengths[:first].max()) if first else 0)
 
 
 def _parts(rows: Sequence[_Row], awaited: int, size: int) -> Iterator[tuple[Sequence[_Row], int]]:

@@ -5,7 +5,8 @@ It is co-located with a sharded actor, or in a separate pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,14 @@ from transformers import PreTrainedModel
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import dtype_named
-from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, SamplingParams
 from strop.rollout.hf.engine import HFRollout, rollout_options
+from strop.rollout.in_flight import InFlight
+from strop.rollout.queued import Wave
 from strop.rollout.weights import WeightLedger, checksums
 
 
-class HFReplica:
+class HFReplica(HFRollout):
     """Generate on an unsharded copy of the weights, allocated at an update and freed by ``release``."""
 
     def __init__(
@@ -38,7 +40,7 @@ class HFReplica:
 
         ``options`` are those of ``HFRollout``.
         """
-        self._model, self._device, self._dtype = model, device, dtype
+        self.model, self._device, self._dtype = model, device, dtype
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         self._layout = CheckpointLayout(model)
         for owner in model.modules():
@@ -46,8 +48,7 @@ class HFReplica:
                 # a deferred model has the values of its buffers; its parameters come with the first update
                 setattr(owner, name, buffer.to(device))
         self.update_weights(weights)
-        self._rollout = HFRollout(model, **options)
-        self.advanced = self._rollout.advanced
+        super().__init__(model, **options)
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFReplica:
@@ -59,41 +60,27 @@ class HFReplica:
         dtype = dtype_named(KIND.dtype(spec.config), spec.device)
         return cls(model, weights, device=spec.device, dtype=dtype, **rollout_options(spec, model))
 
-    def generate(
-        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
-    ) -> DataProto:
-        """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
+    def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
+        """See ``HFRollout``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
-        self._rollout.advanced = self.advanced
-        return self._rollout.generate(prompts, params, finished)
+        super()._complete(batches, version, finished)
 
-    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
-        """See ``RolloutEngine.admit``."""
-        self._rollout.admit(batch, prompts, params)
-
-    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
-        """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
+    @contextlib.contextmanager
+    def waves(self, params: SamplingParams) -> Generator[Wave]:
+        """See ``QueuedRollout.waves``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
-        self._rollout.advanced = self.advanced
-        return self._rollout.finish(batch, version, finished)
-
-    def in_flight(self) -> dict[str, Any]:
-        """See ``RolloutEngine.in_flight``."""
-        return self._rollout.in_flight()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See ``RolloutEngine.restore``."""
-        self._rollout.restore(state)
+        with super().waves(params) as wave:
+            yield wave
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``."""
         if not self._ledger.open:
             self._ledger.begin()
-            if next(self._model.parameters()).is_meta:
+            if next(self.model.parameters()).is_meta:
                 like = partial(torch.empty_like, dtype=self._dtype, device=self._device)
-                _replace_parameters(self._model, like)
-        places = dict(self._model.named_parameters())
+                _replace_parameters(self.model, like)
+        places = dict(self.model.named_parameters())
         for name, weight in weights:
             self._ledger.take(name, weight)
             places[name].copy_(weight)
@@ -103,12 +90,12 @@ class HFReplica:
 
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``."""
-        return checksums(self._layout.convert(self._model.named_parameters()), self._dtype)
+        return checksums(self._layout.convert(self.model.named_parameters()), self._dtype)
 
     def release(self) -> None:
         """See ``RolloutEngine.release``."""
         self._ledger.forget()
-        _replace_parameters(self._model, lambda weight: weight.to("meta"))
+        _replace_parameters(self.model, lambda weight: weight.to("meta"))
 
 
 def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:

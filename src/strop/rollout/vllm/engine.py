@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -51,7 +51,7 @@ from strop.rollout.base import (
 )
 from strop.rollout.episodes import Episodes
 from strop.rollout.in_flight import InFlight, together
-from strop.rollout.queued import QueuedRollout
+from strop.rollout.queued import QueuedRollout, Wave
 from strop.rollout.vllm.arguments import (
     FIXED,
     engine_arguments,
@@ -186,10 +186,7 @@ class VLLMRollout(QueuedRollout):
         Later batches advance with any ``params``. A tensor-parallel group completes the batches of all its
         ranks, which so stay in lockstep.
         """
-        self._weights.ledger.require_complete()
-        # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
-        if not self._llm.reset_prefix_cache():
-            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
+        self._begin()
         if self._episodes is None:
             self._decode(batches, version, finished)
         elif len(batches) == 1 and self._seed_per_sample and get_tp_group().world_size == 1:
@@ -197,6 +194,19 @@ class VLLMRollout(QueuedRollout):
         else:
             wave = partial(self._decode, batches, version, None)
             self._episodes.complete(batches, wave, gathered, self.advanced)
+
+    def _begin(self) -> None:
+        self._weights.ledger.require_complete()
+        # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
+        if not self._llm.reset_prefix_cache():
+            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
+
+    @contextlib.contextmanager
+    def waves(self, params: SamplingParams) -> Generator[Wave]:
+        """See ``QueuedRollout.waves``: they share the prefix cache."""
+        self._begin()
+        with torch.no_grad():
+            yield lambda batches, version: self._decode(batches, version, None)
 
     def _play(self, episodes: Episodes, batch: InFlight, version: int) -> None:
         """Generate until a batch is complete; a turn is answered, and the next one begins, while others run.

@@ -12,6 +12,7 @@ from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
 from strop.config.roles import Schedule
+from strop.config.schema.agent import uses_agent
 from strop.config.schema.environment import uses_environment
 from strop.errors import ConfigError
 from strop.rollout.vllm.keys import SECTIONS, Sampling, SamplingConfig
@@ -62,6 +63,11 @@ class VLLMKind(RolloutKind):
                 "threads: vLLM draws from the process's generators while the learner uses them; set "
                 "trainer.worker_group=ray, or seed_per_sample=auto"
             )
+        if uses_agent(config) and (ranks := tensor_parallel_size(config)) > 1:
+            yield error(
+                f"{_ROLLOUT}.tensor_model_parallel_size={ranks} with agent: the ranks of an engine would "
+                "each serve programs of their own; set 1"
+            )
         yield from self.engine_rules(config)
         yield from self.sampling_rules(config)
 
@@ -82,10 +88,10 @@ class VLLMKind(RolloutKind):
         """Check precision, and sampling that looks at the response so far."""
         steps = config.trainer.async_steps
         whole = [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _SAMPLING[name].continues]
-        if whole and uses_environment(config):
+        if whole and (uses_environment(config) or uses_agent(config)):
             yield error(
-                f"{' and '.join(whole)}: with an environment a response is several requests, and these look "
-                "at the tokens of one request only; leave them at their defaults"
+                f"{' and '.join(whole)}: with an environment or an agent a response is several requests, "
+                "and these look at the tokens of one request only; leave them at their defaults"
             )
         elif whole and steps >= 2:
             yield error(

@@ -1,0 +1,45 @@
+"""Rules about agent programs: what their sessions cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from strop.config.checks.finding import Finding, error
+from strop.config.schema.agent import uses_agent
+from strop.config.schema.environment import uses_environment
+
+
+def sessions(config: Any) -> Iterator[Finding]:
+    """Refuse what sessions of a program would train otherwise than it says."""
+    if not uses_agent(config):
+        return
+    agent, steps = config.agent, config.trainer.async_steps
+    rollout = config.actor_rollout_ref.rollout
+    if agent.path and agent.command:
+        yield error("agent.path and agent.command are both set, and a sample has one program: keep one")
+    if uses_environment(config):
+        yield error(
+            "agent and environment are both set: a program answers the policy's turns by itself, so tools "
+            "are the program's; remove one of the two"
+        )
+    if config.algorithm.adv_estimator == "remax":
+        yield error(
+            "algorithm.adv_estimator=remax with agent: the greedy response of its baseline would be a second "
+            "session of the program; use grpo, rloo or gae"
+        )
+    if steps >= 2 and not agent.lockstep:
+        yield error(
+            f"trainer.async_steps={steps} with agent.lockstep=False: how far sessions get would depend on "
+            "the clock; set agent.lockstep=True, or trainer.async_steps=1"
+        )
+    if steps >= 2 and rollout.name == "http":
+        yield error(
+            f"trainer.async_steps={steps} with actor_rollout_ref.rollout.name=http and agent: set 0 or 1"
+        )
+    for name in ("actor_rollout_ref.actor", "critic"):
+        section = config.critic if name == "critic" else config.actor_rollout_ref.actor
+        if section.strategy == "megatron":
+            yield error(
+                f"{name}.strategy=megatron with agent: it does not compute sessions with branches; set fsdp"
+            )
