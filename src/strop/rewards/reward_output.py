@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop.columns import ENDED_BY
-from strop.config.reward_parts import REWARD_MODEL, RULE
+from strop.config.reward_parts import ENVIRONMENT, REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import Sample
@@ -362,7 +362,8 @@ def score_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch's scores, by part and with ``by_source`` by data source.
 
-    ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions or a model scored;
+    ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions, a model, an
+    environment or a program scored;
     ``reward/left_out``, if there are any: samples for which nothing returned a number;
     ``reward/<part>/mean``: over the samples that have the part, before its weight;
     ``reward/score/<source>/mean``: over the samples of a data source;
@@ -370,13 +371,16 @@ def score_metrics(
     """
     asked = [outcome for outcome in outcomes if outcome is not None]
     errors = sum(bool(outcome.error) for outcome in asked)
-    by_model_B = ~parts[REWARD_MODEL].isnan() if REWARD_MODEL in parts else torch.zeros(len(outcomes))
+    by_others_B = torch.zeros(len(outcomes), dtype=torch.bool)
+    for name in parts.keys() & {REWARD_MODEL, ENVIRONMENT}:
+        by_others_B |= ~parts[name].isnan()
     n_scored = sum(
-        outcome is not None or bool(by_model) for outcome, by_model in zip(outcomes, by_model_B, strict=True)
+        outcome is not None or by_others
+        for outcome, by_others in zip(outcomes, by_others_B.tolist(), strict=True)
     )
     left_out = sum(
-        outcome is not None and not (outcome.error or outcome.parts or by_model) and outcome.score is None
-        for outcome, by_model in zip(outcomes, by_model_B, strict=True)
+        outcome is not None and not (outcome.error or outcome.parts or by_others) and outcome.score is None
+        for outcome, by_others in zip(outcomes, by_others_B.tolist(), strict=True)
     )
     return {
         "reward/error_rate": errors / max(n_scored, 1),

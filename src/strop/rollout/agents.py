@@ -343,8 +343,7 @@ class AgentRollout:
             waves = [wave for wave in waves if wave.nodes]
         contexts: dict[tuple[int, ...], Tensor] = {}
         flights = [wave.in_flight(self._pad_id, contexts) for wave in waves]
-        self._engine.advanced = lambda done, tokens: self.advanced(0, tokens)
-        self._engine._complete(flights, version, None)
+        generate(flights, version)
         with self._changed:
             for wave, flight in zip(waves, flights, strict=True):
                 for play, node in wave.take(flight):
