@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _TOGETHER, _RESTARTS = 2, 3
 """Starts of a program whose process ends in which others may share it, and starts in all."""
 _LOOK_S = 0.25
+_GATHER_S = 0.002
+"""Seconds in which further requests are gathered: each look is at all sessions."""
 
 
 @dataclass(eq=False)
@@ -215,9 +217,8 @@ class AgentRollout:
         oldest = batches[0]
         while True:
             begun = time.monotonic()
-            with self._changed:
-                while not self._is_ready(oldest, plays):
-                    self._changed.wait(_LOOK_S)
+            while not self._is_ready(oldest, plays):
+                time.sleep(_GATHER_S)
             oldest.wait_s += time.monotonic() - begun
             ended = sum(play.state == "ended" for play in oldest.plays)
             self.advanced(ended - reported, 0)
@@ -227,6 +228,11 @@ class AgentRollout:
             self._wave(batches, version, wave)
 
     def _is_ready(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
+        """Wait until a wave can begin or all of ``oldest`` have ended; return False to look again."""
+        with self._changed:
+            return self._look(oldest, plays) or (self._changed.wait(_LOOK_S) and False)
+
+    def _look(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
         """Start programs and end late ones; return True if a wave can begin, or all of ``oldest`` ended."""
         now = time.monotonic()
         for play in plays:
@@ -322,6 +328,7 @@ class AgentRollout:
             else:
                 node = play.session.ask(request)
                 asked_before.append(node)
+            play.look(time.monotonic())
             if node.said is None and node not in play.futures:
                 play.futures[node] = self._server.loop.create_future()
             self._changed.notify_all()
@@ -347,6 +354,7 @@ class AgentRollout:
         with self._changed:
             for wave, flight in zip(waves, flights, strict=True):
                 for play, node in wave.take(flight):
+                    play.look(time.monotonic())
                     if (future := play.futures.pop(node, None)) is not None:
                         self._server.loop.call_soon_threadsafe(_settle, future, node)
 
