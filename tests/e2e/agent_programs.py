@@ -41,13 +41,13 @@ CURL = """\
 read -r row
 key=$(echo "$row" | jq -r .key)
 secret=$(echo "$row" | jq -r .secret)
-tools='[{"type": "function", "function": {"name": "look_up", "description": "Return the number behind a number.",
-"parameters": {"type": "object", "required": ["word"], "properties": {"word":
-{"type": "string", "description": "The number."}}}}}]'
+tools='[{"type": "function", "function": {"name": "look_up",
+"description": "Return the number behind a number.", "parameters": {"type": "object",
+"required": ["word"], "properties": {"word": {"type": "string", "description": "The number."}}}}}]'
 messages=$(jq -nc --arg text "$key" '[{role: "user", content: $text}]')
 for turn in 1 2 3; do
   body=$(jq -nc --argjson messages "$messages" --argjson tools "$tools" '{$messages, $tools}')
-  answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" -d "$body") || exit 0
+  answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -d "$body") || exit 0
   message=$(echo "$answer" | jq -c .choices[0].message)
   id=$(echo "$message" | jq -r '.tool_calls[0].id // empty')
   [ -z "$id" ] && break

@@ -14,11 +14,14 @@ import math
 import os
 import pickle
 import resource
+import select
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from strop.environments.episode import in_one_line, plain
@@ -66,6 +69,7 @@ async def _serve(function: Function | None, command: str, messages: Any, answers
         loop.call_soon_threadsafe(arrived.put_nowait, None)
 
     async def play(name: str, values: Mapping[str, Any]) -> None:
+        send(answers, {"token": name, "begun": True})
         try:
             program = _command(command, values) if function is None else _call(function, values)
             found = _outcome(await program)
@@ -102,15 +106,21 @@ async def _call(function: Function, values: Mapping[str, Any]) -> Any:
     arguments = function.arguments(values)
     if function.is_async:
         return await function.function(**arguments)
+    found = await _in_thread(lambda: function.function(**arguments))
+    return await found if hasattr(found, "__await__") else found
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns in a thread of its own, or raise what it raises."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def run() -> None:
         found = error = None
         try:
-            found = function.function(**arguments)
+            found = work()
         except BaseException as raised:  # noqa: BLE001 - user code may raise anything
             error = raised
-        if os.getpid() != _OWN_ID:
+        if os.getpid() != _OWN_ID:  # a fork of the program returned from the call
             os._exit(0)
 
         def settle() -> None:
@@ -124,43 +134,47 @@ async def _call(function: Function, values: Mapping[str, Any]) -> Any:
     found, error = await done
     if error is not None:
         raise error
-    return await found if hasattr(found, "__await__") else found
+    return found
 
 
 async def _command(command: str, values: Mapping[str, Any]) -> str:
     """Return the standard output of a command; ``RuntimeError`` if its status is not 0."""
     own = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": values["api_key"]}
-    mark = uuid.uuid4().hex
-    process = await asyncio.create_subprocess_shell(
-        command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        # in this process's group, which ends with the run
-        env={**os.environ, **own, "OPENAI_API_BASE": own["OPENAI_BASE_URL"], _MARK: mark},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    reading = asyncio.create_task(_read(process.stdout))
+    row, mark = json.dumps(values["row"], ensure_ascii=False, default=plain), uuid.uuid4().hex
+    environment = {**os.environ, **own, "OPENAI_API_BASE": own["OPENAI_BASE_URL"], _MARK: mark}
     try:
-        with contextlib.suppress(ConnectionError):  # it does not read the row
-            process.stdin.write(json.dumps(values["row"], ensure_ascii=False, default=plain).encode() + b"\n")
-            await process.stdin.drain()
-            process.stdin.close()
-        status = await process.wait()
-    finally:  # also what it has started, which may hold the pipe open
+        # not asyncio's: that waits for whatever holds the pipe open
+        status, output = await _in_thread(lambda: _run(command, row, environment))
+    finally:
         await asyncio.to_thread(kill_marked, mark, _MARK)
-    output = await reading
     if status:
         raise RuntimeError(f"the command ended with status {status}")
     return output.decode(errors="replace").rstrip("\n")
 
 
-async def _read(pipe: asyncio.StreamReader) -> bytes:
-    """Read a pipe to its end; return the first MiB."""
-    found = bytearray()
-    while piece := await pipe.read(1 << 16):
-        found += piece[: _LONGEST_OUTPUT - len(found)]
-    return bytes(found)
+def _run(command: str, row: str, environment: Mapping[str, str]) -> tuple[int, bytes]:
+    """Run a command to its end; return its status, and the first MiB of its output.
+
+    It is in this process's group, which ends with the run.
+    """
+    with tempfile.TemporaryFile() as given:  # a command need not read it
+        given.write(row.encode() + b"\n")
+        given.seek(0)
+        process = subprocess.Popen(
+            command, shell=True, stdin=given, stdout=subprocess.PIPE, env=dict(environment)
+        )
+    assert process.stdout is not None
+    output, pipe = bytearray(), process.stdout.fileno()
+    with process.stdout:
+        while True:
+            has_ended = process.poll() is not None
+            if select.select([pipe], [], [], 0.0 if has_ended else 0.05)[0]:
+                if not (piece := os.read(pipe, 1 << 16)):
+                    break
+                output += piece[: _LONGEST_OUTPUT - len(output)]
+            elif has_ended:
+                break
+    return process.wait(), bytes(output)
 
 
 def _outcome(value: Any) -> dict[str, Any]:

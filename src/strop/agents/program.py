@@ -104,7 +104,8 @@ class ProgramPool:
     ) -> Callable[[], None]:
         """Start a program with ``values``; return a function that ends it.
 
-        ``ended`` is called once, in another thread, unless the program was ended.
+        ``ended`` is called in another thread, with ``begun`` when its process runs it, and with its outcome
+        unless it was ended.
         """
         process = self._processes[self._n_started % len(self._processes)]
         self._n_started += 1
@@ -195,7 +196,8 @@ class _Process:
             if (line := child.lane.exchange(time.monotonic() + _TICK_S, child.is_alive)) is None:
                 return
             answer = json.loads(line)
-            ended = self._running.pop(answer.pop("token"), None)
+            name = answer.pop("token")
+            ended = self._running.get(name) if "begun" in answer else self._running.pop(name, None)
         except TimeoutError:
             return
         except EOFError:

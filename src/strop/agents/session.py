@@ -146,7 +146,7 @@ class Session:
         for name, value in asked.sampling.items():
             if value not in (self._sampling[name], 1.0):
                 raise Refusal(
-                    400, f"{name}={value:g} is not served: the run samples with its own; leave it out"
+                    400, f"{name}={value:g}: the run samples with {self._sampling[name]:g}; leave it out"
                 )
         if self.n_calls >= self._max_calls:
             self.refused_by = "turns"

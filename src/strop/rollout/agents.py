@@ -65,6 +65,8 @@ class _Play:
     outcome: Outcome = field(default_factory=dict)
     stop: Callable[[], None] = lambda: None
     starts: int = 0
+    has_begun: bool = False
+    """Its process runs it."""
     own_s: float = 0.0
     since: float = 0.0
     """Time since which its program computes; 0: the program waits."""
@@ -76,7 +78,7 @@ class _Play:
 
     def look(self, now: float) -> float:
         """Return the seconds that its program has taken by itself."""
-        is_own = self.state == "running" and not self.session.open
+        is_own = self.has_begun and self.state == "running" and not self.session.open
         if self.since:
             self.own_s += now - self.since
         self.since = now if is_own else 0.0
@@ -261,12 +263,15 @@ class AgentRollout:
 
     def _start(self, play: _Play) -> None:
         play.starts += 1
-        play.state, play.own_s, play.since = "running", 0.0, time.monotonic()
+        play.state, play.own_s, play.since, play.has_begun = "running", 0.0, 0.0, False
 
         def ended(outcome: Outcome, start: int = play.starts) -> None:
             with self._changed:
                 if play.state == "running" and play.starts == start:
-                    self._take(play, outcome)
+                    if "begun" in outcome:
+                        play.has_begun, play.since = True, time.monotonic()
+                    else:
+                        self._take(play, outcome)
                 self._changed.notify_all()
 
         play.stop = self._pool.start(f"{play.key}-{play.starts}", play.values, ended)

@@ -1,0 +1,307 @@
+"""What is refused, ended or started again: foreign keys, large bodies, programs that break."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from scripted_agents import HI, Agents, agents, ids_of
+
+from strop.columns import ENDED_BY
+from strop.errors import CheckpointError, ConfigError, RewardError, TrainingError
+
+
+def _sent(url: str, body: Any, key: str, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request("POST", f"/s/{key}/v1/chat/completions", data, headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read()), dict(answer.getheaders())
+
+
+def _asks(base_url):
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key="x", max_retries=0)
+    found = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    return found.choices[0].message.content
+
+
+def _sleeps(base_url):
+    import time
+
+    time.sleep(600)
+
+
+def _ended(result: Any) -> list[str]:
+    return [ENDED_BY[code] for code in result.batch["ended_by"].tolist()]
+
+
+def _error(result: Any, row: int = 0) -> str:
+    return json.loads(result.non_tensor_batch["conversation"][row])["error"]
+
+
+class _Open:
+    """A session whose program sleeps, and its key."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.agents = Agents(_sleeps, **settings)
+
+    def __enter__(self) -> _Open:
+        self._thread = threading.Thread(target=self._play)
+        self._thread.start()
+        while not self.agents.rollout._plays:
+            time.sleep(0.02)
+        self.url, (self.key,) = self.agents.rollout._server.url, [*self.agents.rollout._plays]
+        while self.agents.rollout._plays[self.key].state == "waiting":
+            time.sleep(0.02)
+        return self
+
+    def _play(self) -> None:
+        try:
+            self.result = self.agents.play()
+        except TrainingError as error:
+            self.error = error
+
+    def __exit__(self, *_: object) -> None:
+        self.agents.rollout._settings = SimpleNamespace(timeout=0.0, lockstep=True)
+        self._thread.join()
+        self.agents.close()
+
+
+def test_requests_that_are_refused_say_why_once():
+    tool = {"type": "function", "function": {"name": "f"}}
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    refused = {
+        "not JSON": b"{",
+        "messages: found": {},
+        "expected role and content": {"messages": ["Hi"]},
+        "expected parts of text": {"messages": [{"role": "user", "content": [image]}]},
+        "temperature=0.2: the run samples with 1": {"messages": HI, "temperature": 0.2},
+        "n=2": {"messages": HI, "n": 2},
+        "seed=1": {"messages": HI, "seed": 1},
+        "logit_bias": {"messages": HI, "logit_bias": {"5": 1}},
+        "response_format": {"messages": HI, "response_format": {"type": "json_object"}},
+        "tool_choice names a function": {"messages": HI, "tools": [tool], "tool_choice": tool},
+        "max_tokens=0": {"messages": HI, "max_tokens": 0},
+    }
+    with _Open() as session:
+        for words, body in refused.items():
+            status, answer, headers = _sent(session.url, body, session.key)
+            assert (status, headers.get("x-should-retry")) == (400, "false"), (words, answer)
+            assert words.replace("not JSON", "no JSON") in answer["error"]["message"]
+        status, answer, headers = _sent(session.url, {"messages": HI}, "0" * 32)
+        assert (status, headers["x-should-retry"]) == (404, "false")
+        status, answer, _ = _sent(session.url, b" " * (17 << 20), session.key)
+        assert (status, answer["error"]["message"]) == (413, "the body exceeds 16 MiB")
+        accepted = {"temperature": 1, "top_p": 1.0, "n": 1, "logit_bias": None, "seed": None, "user": "me"}
+        assert _sent(session.url, {"messages": HI, **accepted}, session.key)[0] == 200
+
+
+def test_nothing_listens_beyond_the_loopback_address():
+    with _Open():
+        own = psutil.Process()
+        processes = [own, *own.children(recursive=True)]
+        found = {
+            connection.laddr.ip
+            for process in processes
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+    assert found == {"127.0.0.1"}
+
+
+def test_a_session_that_has_ended_answers_403():
+    with agents(_asks) as played:
+        batch = played.rollout._begun(played.batch(), played.params)
+        played.rollout._complete([batch], 0)
+        status, answer, headers = _sent(played.rollout._server.url, {"messages": HI}, batch.plays[0].key)
+    assert (status, headers["x-should-retry"]) == (403, "false")
+    assert answer["error"]["message"] == "the session has ended"
+
+
+def _breaks(base_url, number):
+    import os
+    import sys
+    import time
+
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key="x", max_retries=0)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    if number == 0:
+        time.sleep(600)
+    if number == 1:
+        raise ValueError("no")
+    if number == 2:
+        sys.exit(3)
+    if number == 3 and os.fork() == 0:
+        os.setsid()
+        os.execvp("sleep", ["sleep", "271828"])
+    if number == 4:
+        print("x" * 10_000_000)
+    if number == 5:
+        return float("nan")
+    if number == 6:
+        return [1]
+    return "ok"
+
+
+def test_programs_that_break_cost_their_sessions_and_leave_no_process():
+    with agents(_breaks, prompts=8, timeout=5) as played:
+        result = played.play()
+    expected = ["error", "error", "error", "stop", "stop", "error", "error", "stop"]
+    assert _ended(result) == expected
+    assert "agent.timeout=5 s" in _error(result)
+    assert "ValueError: no" in _error(result, 1)
+    assert "expected finite numbers" in _error(result, 5)
+    assert "expected a text, a number, or a dict with a score" in _error(result, 6)
+    mask = result.batch["response_mask"].bool().any(1).tolist()
+    assert mask == [reason != "error" for reason in expected]
+    assert (
+        "271828"
+        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def _kills_its_process(base_url, number):
+    import os
+
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key="x", max_retries=0)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    if number == 1:
+        os._exit(9)
+    return "ok"
+
+
+def test_a_process_that_ends_costs_the_session_that_ends_it_alone():
+    with agents(_kills_its_process, prompts=4) as played:
+        result = played.play()
+    assert _ended(result) == ["stop", "error", "stop", "stop"]
+    assert "exit status 9" in _error(result, 1)
+    sampled = [context for wave in played.engine.contexts for context in wave]
+    assert len(sampled) == 4  # programs that are started again get the recorded answers
+
+
+def _asks_often(base_url, number):
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key="x", max_retries=0)
+    messages = [{"role": "user", "content": "Hi"}]
+    for _ in range(9):
+        answer = client.chat.completions.create(model="m", messages=messages).choices[0].message
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "b"}]
+    return "never"
+
+
+def test_limits_end_a_session_whose_program_does_not_expect_them():
+    with agents(_asks_often, max_calls=3) as played:
+        result = played.play()
+    assert (_ended(result), result.batch["n_turns"].tolist()) == (["turns"], [3])
+    with agents(_asks_often, max_tokens=120) as played:
+        result = played.play()
+    assert _ended(result) == ["length"]
+    assert 1 < result.batch["n_turns"].item() < 9
+    assert result.batch["truncated"].tolist() == [True]
+    assert json.loads(result.non_tensor_batch["conversation"][0])["turns"][-1]["text"] == "A"
+
+
+def test_a_batch_without_any_answer_is_an_error_with_its_first_cause():
+    def never(base_url):
+        raise ConnectionError("service away")
+
+    with agents(never, prompts=2) as played, pytest.raises(TrainingError, match="service away"):
+        played.play()
+
+
+def test_a_command_that_fails_or_leaves_a_process_is_ended_whole():
+    body = '{"messages": [{"role": "user", "content": "Hi"}]}'
+    command = f"""read -r row; curl -s "$OPENAI_BASE_URL/chat/completions" -d '{body}' > /dev/null
+        (setsid sleep 161803 &)
+        echo "$row" | grep -q '"number": 1' && exit 4; echo told"""
+    with agents(command, prompts=3) as played:
+        result = played.play()
+        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert _ended(result) == ["stop", "error", "stop"]
+    assert "status 4" in _error(result, 1)
+    assert json.loads(result.non_tensor_batch["conversation"][0])["response"] == "told"
+    assert "161803" not in listed
+
+
+def test_programs_that_cannot_be_loaded_are_errors_before_a_model_is(tmp_path):
+    from strop.agents.program import load_program
+    from strop.config.load import load_config
+
+    keys = ["actor_rollout_ref.model.path=m", "data.train_files=f"]
+    (tmp_path / "agent.py").write_text("def run(row, base_url, api_key, colour): ...\n")
+    section = load_config([*keys, f"agent.path={tmp_path / 'agent.py'}:run"]).agent
+    with pytest.raises(ConfigError, match="needs the argument 'colour'"):
+        load_program(section).require_columns(["prompt"])
+    section = load_config([*keys, f"agent.path={tmp_path / 'agent.py'}:walk"]).agent
+    with pytest.raises(ConfigError, match="has no walk; it has run"):
+        load_program(section)
+
+
+def test_recorded_answers_are_given_again_after_a_resume_and_the_rest_is_sampled():
+    options: dict[str, Any] = {"prompts": 2, "max_calls": 3}
+
+    def counts(context: list[int], seed: int | None) -> list[int]:
+        return [129 + len(context) % 20, 130 + (seed or 0) % 20, 3]
+
+    with agents(_asks_often, counts, **options) as played:
+        played.rollout.admit(1, played.batch(), played.params)
+        whole = played.rollout.finish(1, 0)
+    with agents(_asks_often, counts, **options) as played:
+        batch = played.rollout._begun(played.batch(), played.params)
+        played.rollout._complete([batch], 0)
+        states = [play.session.state() for play in batch.plays]
+        for number, state in enumerate(states):  # of one session two answers are known, of the other none
+            kept = [*state["answers"]][: 2 * (1 - number)]
+            state["answers"] = {key: state["answers"][key] for key in kept}
+            state["prompt"] = state["prompt"] if kept else None
+    with agents(_asks_often, counts, **options) as played:
+        played.rollout.admit(1, played.batch(), played.params)
+        played.rollout.restore({"batches": {1: states}})
+        resumed = played.rollout.finish(1, 0)
+    for name in ("responses", "response_mask", "prompts", "rollout_log_probs"):
+        assert resumed.batch[name].equal(whole.batch[name]), name
+    assert resumed.batch["n_replayed"].tolist() == [2, 0]
+
+
+def test_a_program_that_asks_otherwise_after_a_resume_is_an_error_if_that_is_checked():
+    with agents(_asks, replay="check") as played:
+        played.rollout.admit(1, played.batch(), played.params)
+        known = {"ids": ids_of("A"), "log_probs": [-1.0] * 2, "versions": [0, 0]}
+        known |= {"is_stopped": True, "is_cut": False, "is_complete": True}
+        played.rollout.restore({"batches": {1: [{"prompt": None, "answers": {"other": known}}]}})
+        with pytest.raises(CheckpointError, match=r"agent\.replay=check"):
+            played.rollout.finish(1, 0)
+
+
+def test_a_module_that_raises_when_it_is_loaded_ends_the_run_with_its_error(tmp_path):
+    (tmp_path / "own.py").write_text("raise OSError('no licence')\n")
+    sys.path.insert(0, str(tmp_path))
+
+    def imports(base_url):
+        import own  # noqa: F401
+
+    try:
+        with (
+            agents(imports, prompts=1) as played,
+            pytest.raises((TrainingError, RewardError), match="no licence"),
+        ):
+            played.play()
+    finally:
+        sys.path.remove(str(tmp_path))
