@@ -6,7 +6,8 @@ import pytest
 from scripted_agents import call, new_session
 
 from strop.agents.chat import asked
-from strop.agents.session import FROM_NOTHING, FROM_PROMPT, Node, Session
+from strop.agents.session import Node, Session
+from strop.algorithms.token_tree import NOTHING, PROMPT
 
 from byte_tokenizer import byte_tokenizer
 from chat_templates import TEMPLATES
@@ -93,7 +94,7 @@ def test_another_beginning_is_a_sequence_from_nothing(family, messages):
     further = call(session, "4", [SYSTEM, USER, message, _tool("42", "x")], tools=[TOOL])
     assert further.parent is first
     row = session.row()
-    assert (row.follows.count(FROM_PROMPT), row.follows.count(FROM_NOTHING)) == (1, 1)
+    assert (row.follows.count(PROMPT), row.follows.count(NOTHING)) == (1, 1)
     assert sum(row.sampled) == sum(len(node.ids) for node in session.nodes)
 
 
@@ -104,7 +105,7 @@ def test_the_same_request_again_is_a_sibling_that_shares_its_context(family):
     assert again.parent is None
     assert again.context == first.context
     assert again.seed != first.seed
-    assert session.row().follows.count(FROM_PROMPT) == 2
+    assert session.row().follows.count(PROMPT) == 2
     assert len(session.row().ids) == len(first.ids) + len(again.ids)
 
 

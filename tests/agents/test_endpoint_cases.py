@@ -19,8 +19,9 @@ import torch
 from scripted_agents import HI, agents, answer, call, ids_of, new_session
 
 from strop.agents.chat import Refusal, asked
-from strop.agents.session import FROM_NOTHING, FROM_PROMPT, Session
+from strop.agents.session import Session
 from strop.algorithms.advantages import grpo
+from strop.algorithms.token_tree import NOTHING, PROMPT
 from strop.trainer.metrics import turn_metrics
 
 from byte_tokenizer import byte_tokenizer
@@ -70,7 +71,7 @@ def texts(session: Session) -> list[str]:
         path = [place]
         while row.follows[path[-1]] >= 0:
             path.append(row.follows[path[-1]])
-        head = session.prompt_ids if row.follows[path[-1]] == FROM_PROMPT else []
+        head = session.prompt_ids if row.follows[path[-1]] == PROMPT else []
         found.append(tokenizer.decode([*head, *(row.ids[one] for one in reversed(path))]))
     return found
 
@@ -263,9 +264,7 @@ def _(given, right):
         for number in range(branches):
             call(session, "A", [{"role": "user", "content": str(number)}])
         rows.append(session.row())
-    assert [row.follows.count(FROM_NOTHING) + row.follows.count(FROM_PROMPT) for row in rows] == given[
-        "branches"
-    ]
+    assert [row.follows.count(NOTHING) + row.follows.count(PROMPT) for row in rows] == given["branches"]
     width = max(len(row.ids) for row in rows)
     mask = torch.tensor([[*map(float, row.sampled), *[0.0] * (width - len(row.ids))] for row in rows])
     found = _advantages(given["rewards"], mask)
@@ -388,7 +387,7 @@ def _(given, right):
     assert all(f'"name": "{name}"' in shown for name in right["second_context_shows"])
     assert nodes[1].parent is None
     row = session.row()
-    assert row.follows.count(FROM_NOTHING) + row.follows.count(FROM_PROMPT) == right["agent/branches"]
+    assert row.follows.count(NOTHING) + row.follows.count(PROMPT) == right["agent/branches"]
 
 
 @check("e16")

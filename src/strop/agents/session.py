@@ -11,13 +11,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from strop.agents.chat import Asked, ChatFormat, Refusal, Said, canonical, digest_of, split_thinking
+from strop.algorithms import token_tree
+from strop.algorithms.token_tree import NOTHING, PROMPT, Row, row_of
 from strop.data.bridge import call_message
-
-FROM_PROMPT, FROM_NOTHING = -1, -2
-"""Values of the column ``follows`` at the beginning of a sequence."""
 
 
 @dataclass(eq=False)
@@ -71,17 +70,6 @@ class Node:
         if calls:
             return call_message(calls, self.said.content, as_text=True)
         return {"role": "assistant", "content": self.said.content}
-
-
-class Row(NamedTuple):
-    """The tokens of a session, a list entry for each."""
-
-    ids: list[int]
-    sampled: list[bool]
-    log_probs: list[float]
-    versions: list[int]
-    follows: list[int]
-    """The token before it in its sequence: a place in these lists, FROM_PROMPT or FROM_NOTHING."""
 
 
 class Session:
@@ -286,32 +274,22 @@ class Session:
         return inserted + sum(len(node.ids) for node in nodes)
 
     def row(self) -> Row:
-        """Return the session as one row of tokens."""
-        row = Row([], [], [], [], [])
-        ends: dict[int, int] = {}
+        """Return the session as one row of tokens; nodes with equal contexts share them."""
+        calls: list[token_tree.Call] = []
+        numbers: dict[int, int] = {}
         contexts: dict[tuple[int, tuple[int, ...]], int] = {}
-
-        def add(before: int, ids: Sequence[int], node: Node | None = None) -> int:
-            for number, token in enumerate(ids):
-                row.follows.append(before)
-                before = len(row.ids)
-                row.ids.append(token)
-                row.sampled.append(node is not None)
-                row.log_probs.append(node.log_probs[number] if node else 0.0)
-                row.versions.append(node.versions[number] if node else -1)
-            return before
-
         for node in self.ordered:
-            before = FROM_NOTHING if node.parent is None else ends[id(node.parent)]
+            before = NOTHING if node.parent is None else numbers[id(node.parent)]
             if node.parent is None and node.context == self.prompt_ids:
-                before = FROM_PROMPT
-            else:
-                place = before, tuple(node.inserted)
-                if place not in contexts:
-                    contexts[place] = add(before, node.inserted)
+                before = PROMPT
+            elif (place := (before, tuple(node.inserted))) in contexts:
                 before = contexts[place]
-            ends[id(node)] = add(before, node.ids, node)
-        return row
+            else:
+                calls.append(token_tree.Call(before, node.inserted, []))
+                before = contexts[place] = len(calls) - 1
+            numbers[id(node)] = len(calls)
+            calls.append(token_tree.Call(before, [], node.ids))
+        return row_of(calls)
 
     def state(self) -> dict[str, Any]:
         """Return what a program that is started again is told, as plain values."""

@@ -28,7 +28,9 @@ import torch
 from strop.agents.chat import Asked, ChatFormat, Refusal, asked, canonical, digest_of
 from strop.agents.program import Outcome
 from strop.agents.server import Reply, Server
-from strop.agents.session import Node, Row, Session
+from strop.agents.session import Node, Session
+from strop.algorithms import token_tree
+from strop.algorithms.token_tree import Row, plain
 from strop.columns import ENDED_BY
 from strop.environments.pool import row_of
 from strop.errors import CheckpointError, TrainingError
@@ -367,7 +369,7 @@ class AgentRollout:
         """Return the columns of ``answer``, and those of turns, for the rows of a batch."""
         n, T = batch.params.n, batch.params.max_tokens
         sessions = [play.session for play in batch.plays]
-        rows = [Row([], [], [], [], []) if one.ended_by == "error" else one.row() for one in sessions]
+        rows = [token_tree.row_of([]) if one.ended_by == "error" else one.row() for one in sessions]
         for session, row in zip(sessions, rows, strict=True):
             if session.ended_by != "error" and sum(row.sampled) != session.n_sampled - session.n_dropped:
                 raise TrainingError(
@@ -378,35 +380,12 @@ class AgentRollout:
             first = next((one.error for one in sessions if one.error), "no program asked for an answer")
             raise TrainingError(f"no session of the batch has a sampled token: {first}")
         prompts = _with_prompts(batch.prompts.repeat(n), sessions, self._pad_id)
-        columns = {
-            name: torch.tensor(
-                [[*getattr(row, name), *itertools.repeat(pad, T - len(row.ids))] for row in rows]
-            )
-            for name, pad in (("ids", self._pad_id), ("sampled", False), ("log_probs", 0.0), ("versions", -1))
-        }
-        lengths = torch.tensor([len(row.ids) for row in rows])
-        ended = torch.tensor([ENDED_BY.index(one.ended_by) for one in sessions], dtype=torch.int8)
-        found = answer(
-            prompts,
-            replace(batch.params, n=1),
-            Samples(
-                columns["ids"],
-                columns["log_probs"].float(),
-                lengths,
-                ended == ENDED_BY.index("length"),
-                columns["sampled"].bool(),
-            ),
-            **self._engine._special_ids,
-        )
+        samples, versions = _samples(sessions, rows, T, self._pad_id)
+        found = answer(prompts, replace(batch.params, n=1), samples, **self._engine._special_ids)
         share = batch.wait_s / max(time.monotonic() - batch.begun, 1e-9)
-        more: dict[str, Any] = {"ended_by": ended, **_counts(sessions, rows, share)}
+        more: dict[str, Any] = _counts(sessions, rows, share)
         if with_versions:
-            more["rollout_versions"] = columns["versions"].int().masked_fill(~columns["sampled"], -1)
-        if any(row.follows != [*range(-1, len(row.ids) - 1)] for row in rows):
-            plain = [*range(-1, T - 1)]
-            more["follows"] = torch.tensor(
-                [[*row.follows, *plain[len(row.ids) :]] for row in rows], dtype=torch.int32
-            )
+            more["rollout_versions"] = versions
         more["environment_scores"] = torch.stack(
             [_scores(play, row, T) for play, row in zip(batch.plays, rows, strict=True)]
         )
@@ -534,6 +513,23 @@ def _with_prompts(prompts: DataProto, sessions: Sequence[Session], pad_id: int) 
     return DataProto({**prompts.batch, **columns}, prompts.non_tensor_batch, prompts.meta_info)
 
 
+def _samples(sessions: Sequence[Session], rows: Sequence[Row], T: int, pad_id: int) -> tuple[Samples, Tensor]:
+    """Return the tokens of sessions, and the version that sampled each token [R, T]."""
+    ids, follows = torch.full((len(rows), T), pad_id), plain(len(rows), T)
+    log_probs, sampled = torch.zeros(len(rows), T), torch.zeros(len(rows), T, dtype=torch.bool)
+    versions = torch.full((len(rows), T), -1, dtype=torch.int32)
+    for number, (session, row) in enumerate(zip(sessions, rows, strict=True)):
+        if count := len(row.ids):
+            ids[number, :count], follows[number, :count] = torch.tensor(row.ids), torch.tensor(row.follows)
+            sampled[number, :count] = torch.tensor(row.sampled)
+            nodes, own = session.ordered, sampled[number]
+            log_probs[number, own] = torch.tensor([one for node in nodes for one in node.log_probs])
+            versions[number, own] = torch.tensor([one for node in nodes for one in node.versions]).int()
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    truncated = torch.tensor([one.ended_by == "length" for one in sessions])
+    return Samples(ids, log_probs, lengths, truncated, sampled, follows), versions
+
+
 def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> dict[str, Tensor]:
     """Return numbers of each session as columns."""
     nodes = [[] if one.ended_by == "error" else one.nodes for one in sessions]
@@ -550,6 +546,7 @@ def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> d
         "n_abandoned": [one.n_abandoned for one in sessions],
     }
     found = {name: torch.tensor(values, dtype=torch.int16) for name, values in counts.items()}
+    found["ended_by"] = torch.tensor([ENDED_BY.index(one.ended_by) for one in sessions], dtype=torch.int8)
     cut = [
         any(not node.is_stopped and node.asked.max_tokens == len(node.ids) for node in own) for own in nodes
     ]
