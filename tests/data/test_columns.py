@@ -128,7 +128,9 @@ def test_every_column_of_a_samples_file_is_listed_with_its_type(seen):
 def test_every_listed_column_is_seen(seen, table, which):
     parts = {"reward/<part>", "reward_text/<part>"}
     of_turns = {
-        name for name, column in table.items() if column.when.startswith(("environment", "it has", "a tree", "agent"))
+        name
+        for name, column in table.items()
+        if column.when.startswith(("environment", "it has", "a tree", "agent"))
     }
     assert set(table) - parts - of_turns - set(seen[which]) == set()
     assert parts <= {f"{name.partition('/')[0]}/<part>" for name in seen[which]}
