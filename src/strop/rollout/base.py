@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from strop.algorithms.token_tree import plain
-from strop.config.backends import ROLLOUTS
+from strop.config.backends import ROLLOUTS, load_backend
 from strop.errors import ConfigError, DataError, TrainingError
 from strop.protocol import DataProto
 
@@ -215,10 +215,7 @@ def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
     engine: Any = kind.load(reference).build(spec)
     if spec.program_pool is None:
         return engine
-    from strop.rollout.agents import AgentRollout  # needs aiohttp
-
-    wrapped: Any = AgentRollout(engine, spec)
-    return wrapped
+    return load_backend("strop.rollout.agents:AgentRollout")(engine, spec)  # needs aiohttp
 
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
