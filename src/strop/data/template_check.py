@@ -1,4 +1,4 @@
-"""A chat template that does not end is stopped before a run renders it."""
+"""The chat template of a run; one that does not end is stopped before a run renders it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from strop.errors import DataError
+from strop.config.paths import is_template_file
+from strop.config.schema.data import RowsConfig
+from strop.data.fetch import local_path
+from strop.errors import DataError, raised_as
 
 _LIMIT_S = 10.0
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a tag of transformers
@@ -22,6 +25,15 @@ environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True
 environment.globals.update(strftime_now=lambda form: "", raise_exception=lambda message: sys.exit(1))
 environment.from_string(template).render(**variables)
 """
+
+
+def chat_template_of(data: RowsConfig) -> str | None:
+    """Return the text of ``data.chat_template``, of a file its content; None: that of the tokenizer."""
+    template = data.chat_template
+    if not is_template_file(template):
+        return template
+    with raised_as(DataError, f"data.chat_template={template}: cannot be read", OSError, UnicodeDecodeError):
+        return local_path(template, data.cache_dir).read_text(encoding="utf-8")
 
 
 def require_end(tokenizer: Any, where: str, variables: Mapping[str, Any] | None = None) -> None:

@@ -18,7 +18,6 @@ from strop.agents.chat import ChatFormat, Refusal, asked
 from strop.agents.program import load_program
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
-from strop.config.paths import is_template_file
 from strop.config.placement import Placement, runs_on_ray, uses_gpu
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
@@ -28,18 +27,17 @@ from strop.config.schema.model import ModelConfig
 from strop.config.schema.reward import RewardModelModelConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
-from strop.data.fetch import local_path
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows, columns_of
 from strop.data.sources import Rows
-from strop.data.template_check import require_end
+from strop.data.template_check import chat_template_of, require_end
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.device import pick_device, require_gpu
 from strop.environments.loading import Environments, load_environments
 from strop.environments.pool import EnvironmentPool, row_of
-from strop.errors import Attempts, DataError, ModelError, RewardError, raised_as
+from strop.errors import Attempts, ModelError, RewardError
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.folder import (
     attention_for,
@@ -227,13 +225,7 @@ def fetch_tokenizer(
 
 def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
     """Set the template of ``tokenizer`` to ``data.chat_template``; warn of variables that none reads."""
-    template = data.chat_template
-    if is_template_file(template):
-        with raised_as(
-            DataError, f"data.chat_template={template}: cannot be read", OSError, UnicodeDecodeError
-        ):
-            template = local_path(template, data.cache_dir).read_text(encoding="utf-8")
-    if template is not None:
+    if (template := chat_template_of(data)) is not None:
         tokenizer.chat_template = template
     where = f"tokenizer {tokenizer.name_or_path}" if template is None else "data.chat_template"
     require_end(tokenizer, where, data.apply_chat_template_kwargs)

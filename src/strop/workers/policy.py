@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +27,7 @@ from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
 from strop.controller.rendezvous import open_store
 from strop.data.hub import local_tokenizer
+from strop.data.template_check import chat_template_of
 from strop.engines.base import Engine, Loss
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool
@@ -137,6 +139,9 @@ class ActorRolloutRefWorker(RoleWorker):
     def _build_rollout(self) -> RolloutEngine:
         config, apart = self.config, self.role is Role.Rollout
         environments = programs = None
+        tokenizer = copy(self.tokenizer)  # an exported model keeps the template of its own
+        if (template := chat_template_of(config.data)) is not None:
+            tokenizer.chat_template = template
         if self.environments is not None:
             environments = self._pool = EnvironmentPool.of(self.environments, config.environment)
         if self.program is not None:
@@ -144,7 +149,7 @@ class ActorRolloutRefWorker(RoleWorker):
         spec = RolloutSpec(
             config=config,
             model=self.model_options(self.section.model),
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             tokenizer_path=local_tokenizer(
                 config.data.tokenizer or self.section.model.path, config.data.cache_dir
             ),
