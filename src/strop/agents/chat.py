@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _BEFORE = 8
 """Tokens before an answer from which its parser sees what the generation prompt has opened."""
+_LIMITS = ("max_completion_tokens", "max_tokens")
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|$)", re.DOTALL)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -74,27 +75,32 @@ class Said(NamedTuple):
     """The reason why its calls are left in the content; "" if there is none."""
 
 
-def asked(body: Any) -> Asked:
-    """Check the body of a request. Raises ``Refusal`` for one that cannot be served as it asks."""
+def asked(body: Any, *, seeded: bool = False) -> Asked:
+    """Check the body of a request. Raises ``Refusal`` for one that cannot be served as it asks.
+
+    ``seeded``: it may name a seed.
+    """
     if not isinstance(body, dict):
         raise Refusal(400, f"the body is {type(body).__name__}, expected an object with messages")
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise Refusal(400, f"messages: found {given!r:.80}, expected a list of messages")
     for name, neutral in _NEUTRAL.items():
+        if name == "seed" and seeded:
+            continue
         if (value := body.get(name)) is not None and value not in neutral:
             raise Refusal(400, f"{name}={value!r:.80} is not served here: leave it out")
     messages = [_message(number, message) for number, message in enumerate(given)]
     if messages[-1]["role"] == "assistant":
         raise Refusal(400, "the last message is an assistant's, which is not continued: end with another one")
     tools = _tools(body)
-    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    most = next((found for name in _LIMITS if (found := body.get(name)) is not None), None)
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise Refusal(400, f"max_tokens={most!r:.80}: expected a number above 0")
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise Refusal(400, f"stop={body['stop']!r:.80}: expected texts")
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise Refusal(400, f"stop={stop!r:.80}: expected texts")
     options = body.get("stream_options") or {}
     return Asked(
         messages,
@@ -102,7 +108,7 @@ def asked(body: Any) -> Asked:
         tools,
         json.dumps(tools, sort_keys=True),
         most,
-        stop,
+        tuple(stop),
         bool(body.get("stream")),
         bool(isinstance(options, dict) and options.get("include_usage")),
         {name: _number(body, name) for name in ("temperature", "top_p") if body.get(name) is not None},
