@@ -7,6 +7,7 @@ final: the official client sends 408, 409, 429 and 5xx again, and others not at 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import threading
 import weakref
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 
-from strop.agents.chat import Refusal, Said, asked
+from strop.agents.chat import Refusal, Said
 from strop.errors import ConfigError, traceback_of
 
 _LARGEST_BODY = 16 << 20
@@ -54,12 +55,14 @@ class Desk(Protocol):
 class Server:
     """A listening endpoint; ``url`` is its address."""
 
-    def __init__(self, desk: Desk, host: str, port: int, *, key_in_path: bool) -> None:
+    def __init__(
+        self, desk: Desk, host: str, port: int, *, key_in_path: bool, token: str | None = None
+    ) -> None:
         """Listen. ``key_in_path``: the key stands in /s/KEY/v1, else it is the bearer's token.
 
-        Raises ``ConfigError`` if the address is taken.
+        ``token``: of requests that are answered; None: all are. Raises ``ConfigError`` for a taken address.
         """
-        self._desk, self._key_in_path = desk, key_in_path
+        self._desk, self._key_in_path, self._token = desk, key_in_path, token
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="strop-endpoint", daemon=True).start()
         self._runner: web.AppRunner | None = None
@@ -93,7 +96,16 @@ class Server:
             return request.match_info["key"]
         return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
+    def _require_token(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            raise Refusal(401, "the key is missing or wrong: send the one that the server printed")
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._require_token(request)
+        except Refusal as refusal:
+            return _refused(refusal.status, str(refusal))
         names = [
             {"id": name, "object": "model", "created": 0, "owned_by": "strop"} for name in self._desk.models()
         ]
@@ -101,6 +113,7 @@ class Server:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
+            self._require_token(request)
             body = await _body_of(request)
             headers = request.headers
             is_retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
@@ -137,7 +150,6 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
         raise Refusal(400, f"the body did not arrive within {_BODY_S:g} s") from error
     except (ValueError, RecursionError, LookupError) as error:
         raise Refusal(400, f"the body is no JSON: {error!s:.200}") from error
-    asked(body)  # refused before a session is looked for
     return body
 
 

@@ -81,6 +81,16 @@ strop eval MODEL --data data/gsm8k/test.parquet
 strop eval MODEL --data data/gsm8k/test.parquet --n 8 --temperature 0.7 --limit 100
 strop eval MODEL --data sums.csv --reward reward.py data.prompt_key=question data.answer_key=answer""",
     ),
+    "serve": _Command(
+        "serve a model for chat, as OpenAI's API has it",
+        "strop.cli.serve:add_arguments",
+        "strop.cli.serve:run",
+        """\
+strop serve MODEL
+strop serve runs/first --best --port 8001
+STROP_SERVE_TOKEN=secret strop serve MODEL --host 0.0.0.0      the key of the clients
+Clients: OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=the key; see strop docs agents""",
+    ),
     "prepare": _Command(
         "turn a data set into parquet files",
         "strop.cli.prepare:add_arguments",

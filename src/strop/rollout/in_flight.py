@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,8 @@ class InFlight:
         self.turn_seeds = list(self.seeds)
         """Of the last turn of each sample; empty if greedy."""
         self.records = [Record() for _ in range(rows)]
+        self.names: Sequence[Hashable] | None = None
+        """By which an engine knows samples of another object again, of which these are copies."""
 
     def replace_prompts(self, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Set the token ids of this rank's prompts, which fit into the column, before any is generated."""

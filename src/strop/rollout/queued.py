@@ -69,8 +69,11 @@ class QueuedRollout:
         self._queue.restore(state)
 
     @contextlib.contextmanager
-    def waves(self, params: SamplingParams) -> Generator[Wave]:
-        """Yield a function that may be called several times; the weights do not change in the body."""
+    def waves(self, params: SamplingParams, *, keeps: bool = False) -> Generator[Wave]:
+        """Yield a function that may be called several times; the weights do not change in the body.
+
+        ``keeps``: keep keys and values from one call to the next with the same batches, or fewer of them.
+        """
         yield lambda batches, version: self._complete(batches, version, None)
 
     def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:

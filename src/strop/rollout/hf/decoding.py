@@ -68,6 +68,13 @@ class Kept:
         columns = zip(places, first_R.tolist(), (before_R + lengths_R - 1).tolist(), strict=True)
         self.cache, self._spans = cache, dict(zip(names, columns, strict=True))
 
+    def has(self, names: Sequence[Hashable]) -> bool:
+        """Return True if all samples are there; forget them if not."""
+        if self._spans.keys() >= set(names):
+            return True
+        self.cache, self._spans = None, {}
+        return False
+
     def align(self, names: Sequence[Hashable], contexts: Contexts, tokens: int) -> tuple[DecodeCache, Tensor]:
         """Make room for ``contexts``, one for each sample; return how many of their tokens [R] are new."""
         assert self.cache is not None
@@ -103,10 +110,10 @@ def decode(
     Ends when the first ``awaited`` rows are complete; the others keep what they have by then. ``limits`` [R]
     are the tokens that each row may get, T the largest. ``truncated`` of the result: without a stop id.
     ``finished`` is called with the new tokens of rows that leave the batch before the awaited ones are
-    complete. ``kept`` keeps the rows, by their ``names``; rows that it has go on from there.
+    complete. ``kept`` keeps the rows, by their ``names``; if it has all of them, they go on from there.
     """
     most, cuts = max(limits), set(limits)
-    if kept is None or kept.cache is None:
+    if kept is None or not kept.has(names):
         cache, logits_RV = _prefill(model, windows, contexts, most, cache_dtype, keeps=kept is not None)
     else:
         cache, logits_RV = _insert(model, kept, names, contexts, most)

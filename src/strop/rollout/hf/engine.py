@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -130,10 +130,11 @@ class HFRollout(QueuedRollout):
             self._episodes.complete(alike, wave, advanced=self.advanced)
 
     @contextlib.contextmanager
-    def waves(self, params: SamplingParams) -> Generator[Wave]:
+    def waves(self, params: SamplingParams, *, keeps: bool = False) -> Generator[Wave]:
         """See ``QueuedRollout.waves``."""
+        kept = Kept() if keeps else None
         with torch.no_grad(), self._ready(params):
-            yield lambda batches, version: self._decode(batches, version, None)
+            yield lambda batches, version: self._decode(batches, version, None, kept)
 
     @contextlib.contextmanager
     def _ready(self, params: SamplingParams) -> Generator[None]:
@@ -187,7 +188,7 @@ class HFRollout(QueuedRollout):
                 finished=None if finished is None else _reporting(part[:first], finished),
                 advanced=advanced if first else None,
                 kept=kept if len(rows) <= size else None,
-                names=[(row.batch, row.sample) for row in part],
+                names=[row.name for row in part],
             )
             _append(part, samples, version)
             longest = max(longest, int(samples.lengths[:first].max()) if first else 0)
@@ -233,6 +234,11 @@ class _Row(NamedTuple):
     batch: InFlight
     sample: int
     length: int
+
+    @property
+    def name(self) -> Hashable:
+        """What tells the sample from others, from one call to the next."""
+        return self.batch.names[self.sample] if self.batch.names else (self.batch, self.sample)
 
 
 def _decoding_of(batch: InFlight) -> list[_Row]:

@@ -66,10 +66,10 @@ class HFReplica(HFRollout):
         super()._complete(batches, version, finished)
 
     @contextlib.contextmanager
-    def waves(self, params: SamplingParams) -> Generator[Wave]:
+    def waves(self, params: SamplingParams, *, keeps: bool = False) -> Generator[Wave]:
         """See ``QueuedRollout.waves``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
-        with super().waves(params) as wave:
+        with super().waves(params, keeps=keeps) as wave:
             yield wave
 
     @torch.no_grad()

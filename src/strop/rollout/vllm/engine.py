@@ -202,7 +202,7 @@ class VLLMRollout(QueuedRollout):
             raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
 
     @contextlib.contextmanager
-    def waves(self, params: SamplingParams) -> Generator[Wave]:
+    def waves(self, params: SamplingParams, *, keeps: bool = False) -> Generator[Wave]:
         """See ``QueuedRollout.waves``: they share the prefix cache."""
         self._begin()
         with torch.no_grad():

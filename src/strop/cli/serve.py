@@ -1,0 +1,77 @@
+"""``strop serve MODEL``: chat completions of a model over HTTP, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+
+from strop.cli.options import add_choice_of_iteration, log_to_console, naming_options
+from strop.config.backends import ROLLOUTS
+from strop.config.checks.check import check
+from strop.config.load import load_config
+from strop.config.memory.facts import read_model_facts
+from strop.config.schema import Config
+from strop.errors import MissingExtraError
+from strop.trainer.commands import say_loading
+from strop.trainer.evaluation import settings
+
+_TOKEN = "STROP_SERVE_TOKEN"
+_LONGEST, _UNKNOWN = 32768, 4096
+_NAMES = {"actor_rollout_ref.model.path": "MODEL", "actor_rollout_ref.rollout.name": "--rollout"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``strop serve``."""
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder or name, a .gguf file, a run folder or checkpoint",
+    )
+    add_choice_of_iteration(parser)
+    add("--host", default="127.0.0.1", help="the address to listen at (127.0.0.1: this machine)")
+    add("--port", type=int, default=8000, help="the port (8000); 0: a free one")
+    add("--no-token", action="store_true", help="whoever reaches the address may use the model")
+    engines = ("auto", *(name for name in ROLLOUTS if name != "http"))
+    add("--rollout", choices=engines, default="auto", help="engine that generates (auto)")
+    add(
+        "--max-length",
+        type=int,
+        metavar="TOKENS",
+        help=f"of a request with its answer (the model's context, at most {_LONGEST})",
+    )
+    add("overrides", nargs="*", metavar="key=value", help="further keys, as for strop train")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    log_to_console(_NAMES)
+    if importlib.util.find_spec("aiohttp") is None:
+        raise MissingExtraError("aiohttp", "agents", "strop serve")
+    with naming_options(_NAMES):
+        config = config_from(arguments)
+        check(config).raise_errors()
+    say_loading()
+    from strop.trainer.serve import serving
+
+    token = None if arguments.no_token else os.environ.get(_TOKEN) or secrets.token_hex(16)
+    key = f"key: {f'that of {_TOKEN}' if os.environ.get(_TOKEN) else token}"
+    if token is None:
+        key = "Everyone who reaches this address can use the model: it has no key."
+    with serving(config, host=arguments.host, port=arguments.port, token=token) as (url, serve):
+        print(f"{url}  (Ctrl-C ends)\n{key}", flush=True)
+        serve()
+
+
+def config_from(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of a command line, with the user's overrides over it."""
+    names = ("model", "step", "best", "rollout")
+    given = {name: getattr(arguments, name) for name in names}
+    values = settings(data=["rows:requests"], temperature=1.0, **given)  # these rows are never read
+    facts = read_model_facts(values["actor_rollout_ref.model.path"])
+    length = arguments.max_length or min(facts.context if facts and facts.context else _UNKNOWN, _LONGEST)
+    values["data"] |= {"max_prompt_length": length - 1, "max_response_length": 1}  # their sum counts
+    values["trainer"] |= {"n_gpus_per_node": 1}
+    return load_config(arguments.overrides, values=[values])

@@ -1,0 +1,199 @@
+"""``strop serve``: chat completions of a model, without sessions: each request has its whole history.
+
+What is asked is sampled together, a few tokens at a time: between two slices, requests that have arrived
+join, and those leave that are complete, or whose client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from strop.agents.chat import ChatFormat, Refusal, asked
+from strop.agents.server import Reply, Server
+from strop.agents.session import Node
+from strop.config.placement import rollout_in_words
+from strop.config.roles import model_paths, tokenizer_paths
+from strop.config.schema import Config
+from strop.controller.pools import Role
+from strop.errors import traceback_of
+from strop.protocol import DataProto
+from strop.rollout.base import SamplingParams
+from strop.rollout.in_flight import InFlight
+from strop.terminal import printable
+from strop.trainer.build import fetch_tokenizer
+from strop.workers.policy import ActorRolloutRefWorker
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER_S = 0.01
+"""Seconds in which requests arrive that begin together."""
+_SLICE = 32
+"""Tokens that each request gets before others may join."""
+
+
+@dataclass(eq=False)
+class _Chat:
+    """A request that is sampled."""
+
+    node: Node
+    params: SamplingParams
+    limit: int
+    done: asyncio.Future[None]
+
+    def take(self, form: ChatFormat, ids: list[int], *, is_stopped: bool) -> bool:
+        """Take what is sampled; return True if it is the whole answer."""
+        node, stops = self.node, self.node.asked.stop
+        node.ids, node.is_stopped = ids, is_stopped
+        text = form.text(node.ids)
+        if any(stop in text for stop in stops):
+            del node.ids[form.cut_at_stop(node.ids, stops) :]
+            node.is_stopped = True
+        return node.is_stopped or len(node.ids) >= self.limit
+
+    def settle(self, error: Exception | None = None) -> None:
+        """Answer the client, or raise ``error`` for it."""
+
+        def settle() -> None:
+            if self.done.done():  # the client is gone
+                return
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)
+
+        self.done.get_loop().call_soon_threadsafe(settle)
+
+
+class _Desk:
+    """Requests of clients, for the thread that samples."""
+
+    def __init__(self, name: str, form: ChatFormat, params: SamplingParams) -> None:
+        self._name, self._form, self._params = name, form, params
+        self._arrived = queue.SimpleQueue[_Chat]()
+
+    def models(self) -> Sequence[str]:
+        """See ``Desk.models``."""
+        return [self._name]
+
+    async def answer(self, key: str, body: dict[str, Any], is_retry: bool, mark: str | None) -> Reply:
+        """See ``Desk.answer``."""
+        request = asked(body, seeded=True)
+        temperature = request.sampling.get("temperature", self._params.temperature)
+        top_p, seed = request.sampling.get("top_p", self._params.top_p), body.get("seed")
+        if not (0 <= temperature <= 2 and 0 < top_p <= 1):
+            raise Refusal(400, f"temperature={temperature:g}, top_p={top_p:g}: expected 0 to 2, and 0 to 1")
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise Refusal(400, f"seed={seed!r:.80}: expected a whole number")
+        if request.tools:
+            self._form.bridge(request)
+            self._form.parser()
+        ids, most = self._form.prompt(request), self._params.max_tokens
+        if len(ids) >= most:
+            raise Refusal(400, f"context_length_exceeded: {len(ids)} tokens, and {most} fit with an answer")
+        params = replace(self._params, temperature=temperature, top_p=top_p)
+        drawn = (secrets.randbits(63) if seed is None else seed) % 2**63
+        node = Node(None, request, ids, ids, secrets.token_hex(12), drawn)
+        limit = min(request.max_tokens or most, most - len(ids))
+        chat = _Chat(node, params, limit, asyncio.get_running_loop().create_future())
+        self._arrived.put(chat)
+        await chat.done
+        node.said = self._form.read(request, ids, node.ids)
+        return Reply(node.key, node.said, node.message(), len(ids), len(node.ids), not node.is_stopped)
+
+    def arrivals(self, *, wait: bool) -> list[_Chat]:
+        """Return the requests that have arrived; ``wait`` for one, and for those right after it."""
+        found = []
+        if wait:
+            found.append(self._arrived.get())
+            time.sleep(_TOGETHER_S)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._arrived.get_nowait())
+        return found
+
+    def serve(self, engine: Any) -> Never:
+        """Sample for ever; an error is that of the requests that are sampled together."""
+        while True:
+            chats: list[_Chat] = []
+            try:
+                with engine.waves(self._params, keeps=True) as wave:
+                    while True:
+                        chats += self.arrivals(wait=not chats)
+                        chats[:] = [chat for chat in chats if not chat.done.cancelled()]
+                        if chats:
+                            self._sample(chats, wave)
+            except Exception as error:  # noqa: BLE001 - the next request may be another one
+                logger.error("%s", printable(traceback_of(error)))
+                for chat in chats:
+                    chat.settle(error)
+
+    def _sample(self, chats: list[_Chat], wave: Any) -> None:
+        """Sample a slice of those with the parameters of the first one; take out what is answered."""
+        alike = [chat for chat in chats if chat.params == chats[0].params]
+        found = _in_flight(alike)
+        wave([found], 0)
+        chats[:] = [chat for chat in chats if chat not in alike]  # these come first the next time
+        for row, chat in enumerate(alike):
+            if chat.take(self._form, found.ids(row), is_stopped=bool(found.stopped[row])):
+                chat.settle()
+            else:
+                chats.append(chat)
+
+
+def _in_flight(chats: Sequence[_Chat]) -> InFlight:
+    """Return requests of equal parameters, to get a slice each: seeds of vLLM depend on where it begins."""
+    contexts, params = [torch.tensor(chat.node.context) for chat in chats], chats[0].params
+    ids = pad_sequence(contexts, batch_first=True, padding_side="left")
+    lengths = torch.tensor([[len(context)] for context in contexts])
+    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths).long()
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    if not params.greedy:
+        columns["seeds"] = torch.tensor([[chat.node.seed] for chat in chats])
+    limits = [min(len(chat.node.ids) + _SLICE, chat.limit) for chat in chats]
+    found = InFlight(DataProto(columns), params, limits=limits)
+    found.names = chats
+    for row, chat in enumerate(chats):
+        found.lengths[row] = done = len(chat.node.ids)
+        found.tokens[row, :done] = torch.tensor(chat.node.ids)
+    return found
+
+
+@contextlib.contextmanager
+def serving(
+    config: Config, *, host: str, port: int, token: str | None
+) -> Generator[tuple[str, Callable[[], Never]]]:
+    """Load the model and listen; yield the address, and a function that answers until an interrupt.
+
+    ``token`` and errors are those of ``Server``.
+    """
+    model = config.actor_rollout_ref.model
+    logger.info("%s", rollout_in_words(config))
+    paths = model_paths(config).values(), tokenizer_paths(config).values()
+    tokenizer = fetch_tokenizer(config, model, models=paths[0], tokenizers=paths[1], weights=True)
+    logger.info("loading the model")
+    worker = ActorRolloutRefWorker(config, Role.ActorRollout)
+    worker.init_model()
+    worker.sync_rollout(0)
+    engine: Any = worker.rollout
+    length = config.data.max_prompt_length + config.data.max_response_length
+    params = SamplingParams.from_config(config.actor_rollout_ref.rollout, validate=True)
+    form = ChatFormat(config, tokenizer, engine.eos_token_ids, config.agent.parser)
+    desk = _Desk(Path(model.path).name, form, replace(params, max_tokens=length, n=1))
+    server = Server(desk, host, port, key_in_path=False, token=token)
+    try:
+        yield f"{server.url}/v1", partial(desk.serve, engine)
+    finally:
+        server.close()
