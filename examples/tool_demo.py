@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -121,44 +122,47 @@ def warm_up(folder: Path, *, steps: int, seed: int) -> None:
     own.save_pretrained(folder)
 
 
-def accuracy(model: str | Path, environment: type, *, parser: str) -> float:
+def accuracy(model: str | Path, **play: Any) -> float:
     """Return the greedy accuracy on prompts that were not trained on."""
     found = strop.evaluate(
-        model, rows(300, seed=2), right, environment=environment, max_prompt_length=8, max_response_length=20,
-        **{"environment.parser": parser, "environment.max_turns": 3},
-    )  # fmt: skip
+        model, rows(300, seed=2), right, max_prompt_length=8, max_response_length=20, **play
+    )
     return next(iter(found.scores.values()))
 
 
-def main() -> None:
-    """Warm up, train, and print the accuracies."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--out", type=Path, default=Path("runs/tool_demo"))
+def demo(name: str, play: dict[str, Any], off: dict[str, Any]) -> None:
+    """Warm up, train, and print the accuracies; ``play`` gives the tool, and ``off`` the same without it."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--out", type=Path, default=Path("runs", name))
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--seed", type=int, default=1)
     given = arguments.parse_args()
     torch.manual_seed(given.seed)
-    start, parser = given.out / "start", f"{Path(__file__).resolve()}:calls"
+    start = given.out / "start"
     warm_up(start, steps=420, seed=given.seed)
-    before = accuracy(start, Lookup, parser=parser)
+    before = accuracy(start, **play)
     keys = {
         "data.train_batch_size": 64,
         "data.max_prompt_length": 8,
         "data.max_response_length": 20,
-        "environment.parser": parser,
-        "environment.max_turns": 3,
         "trainer.device": "cpu",
         "trainer.seed": given.seed,
         "trainer.logger": ["console"],
         "trainer.resume_mode": "disable",
     }
     run = strop.train(
-        start, rows(40_000, seed=1), right, environment=Lookup, steps=given.steps, n=4, lr=1e-3,
-        out=given.out / "run", config=keys,
+        start, rows(40_000, seed=1), right, steps=given.steps, n=4, lr=1e-3, out=given.out / "run",
+        config=keys, **play,
     )  # fmt: skip
-    after = accuracy(run.model_path, Lookup, parser=parser)
-    off = accuracy(run.model_path, Nothing, parser=parser)
-    print(f"accuracy on 300 prompts: before {before:.2f}, after {after:.2f}, with the tool off {off:.2f}")
+    after = accuracy(run.model_path, **play)
+    without = accuracy(run.model_path, **off)
+    print(f"accuracy on 300 prompts: before {before:.2f}, after {after:.2f}, with the tool off {without:.2f}")
+
+
+def main() -> None:
+    """Let an environment have the tool."""
+    keys = {"environment.parser": f"{Path(__file__).resolve()}:calls", "environment.max_turns": 3}
+    demo("tool_demo", {"environment": Lookup, **keys}, {"environment": Nothing, **keys})
 
 
 if __name__ == "__main__":

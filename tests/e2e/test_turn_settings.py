@@ -9,6 +9,7 @@ import pytest
 
 from strop.tracking.jsonl import read_metrics
 
+import agent_demo
 import lookup_task
 import tool_demo
 from outside import require_vllm
@@ -45,10 +46,11 @@ def inputs(tmp_path_factory) -> Path:
     return lookup_task.make(tmp_path_factory.mktemp("inputs"))
 
 
-def test_the_demo_learns_to_use_its_tool(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("demo", [tool_demo, agent_demo])
+def test_the_demo_learns_to_use_its_tool(tmp_path, monkeypatch, capsys, demo):
     monkeypatch.chdir(tmp_path)  # evaluations have folders of their own here
-    monkeypatch.setattr("sys.argv", ["tool_demo.py", "--out", str(tmp_path), "--steps", "30"])
-    tool_demo.main()
+    monkeypatch.setattr("sys.argv", ["demo.py", "--out", str(tmp_path), "--steps", "30"])
+    demo.main()
     *_, line = capsys.readouterr().out.splitlines()
     before, after, off = map(float, re.findall(r"0\.\d+|1\.00", line))
     assert (before < 0.25, after > 0.9, off < 0.05) == (True, True, True), line
