@@ -223,10 +223,13 @@ class Session:
             self.prompt_ids = next((ids for ids in roots if len(ids) <= self._widest), None)
         return ordered
 
-    def limit(self, node: Node, n_open: int) -> int:
-        """Return the most tokens that a node may get, of ``n_open`` that are sampled together."""
-        left = (self._room - self.size([*self.nodes, *self.open])) // n_open + len(node.ids)
-        return min(left, node.asked.max_tokens or left)
+    def limits(self, nodes: Sequence[Node]) -> list[int]:
+        """Return the most tokens of each of the open ``nodes``, which are sampled together; 0 without room."""
+        left, found = self._room - self.size([*self.nodes, *self.open]), []
+        for number, node in enumerate(nodes):
+            most = left // len(nodes) + (number < left % len(nodes)) + len(node.ids)
+            found.append(min(most, node.asked.max_tokens or most))
+        return found
 
     def answer(self, node: Node) -> None:
         """Make an open node, whose ids are complete, an answered one."""

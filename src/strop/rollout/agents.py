@@ -437,7 +437,7 @@ class _Wave:
         for play in batch.plays:
             ordered = play.session.begin(play.session.open)
             nodes += [(play, node) for node in ordered]
-            limits += [max(play.session.limit(node, len(ordered)), 1) for node in ordered]
+            limits += play.session.limits(ordered)
         return cls(batch, is_first, nodes, limits)
 
     def in_flight(self, pad_id: int, contexts: dict[tuple[int, ...], Tensor]) -> InFlight:

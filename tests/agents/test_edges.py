@@ -1,0 +1,19 @@
+"""What becomes the row of a session: limits, retries and texts at its edges."""
+
+from __future__ import annotations
+
+from scripted_agents import HI, new_session
+
+from strop.agents.chat import asked
+
+
+def test_requests_at_the_same_time_share_the_room_that_is_left():
+    session = new_session(room=2)
+    nodes = session.begin([session.ask(asked({"messages": HI})) for _ in range(3)])
+    limits = session.limits(nodes)
+    assert limits == [1, 1, 0]
+    for node, limit in zip(nodes, limits, strict=True):
+        node.ids = [129] * limit
+        session.answer(node)
+    assert len(session.row().ids) == 2
+    assert nodes[2].said.content == ""
