@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scripted_agents import HI, new_session
+from scripted_agents import HI, agents, new_session
+from test_limits import _asks, _ended
 
 from strop.agents.chat import asked
 
@@ -17,3 +18,12 @@ def test_requests_at_the_same_time_share_the_room_that_is_left():
         session.answer(node)
     assert len(session.row().ids) == 2
     assert nodes[2].said.content == ""
+
+
+def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():
+    with agents(_asks, lambda context, seed: "long", max_tokens=3) as played:
+        result = played.play()
+    assert _ended(result) == ["length"]
+    assert result.batch["truncated"].tolist() == [True]
+    with agents(_asks, lambda context, seed: "lo", max_tokens=3) as played:
+        assert _ended(played.play()) == ["stop"]

@@ -284,7 +284,7 @@ def test_a_program_that_asks_otherwise_after_a_resume_is_an_error_if_that_is_che
     with agents(_asks, replay="check") as played:
         played.rollout.admit(1, played.batch(), played.params)
         known = {"ids": ids_of("A"), "log_probs": [-1.0] * 2, "versions": [0, 0]}
-        known |= {"is_stopped": True, "is_cut": False, "is_complete": True}
+        known |= {"is_stopped": True, "is_complete": True}
         played.rollout.restore({"batches": {1: [{"prompt": None, "answers": {"other": known}}]}})
         with pytest.raises(CheckpointError, match=r"agent\.replay=check"):
             played.rollout.finish(1, 0)

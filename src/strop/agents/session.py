@@ -37,8 +37,6 @@ class Node:
     versions: list[int] = field(default_factory=list)
     is_stopped: bool = False
     """The last id is a stop token."""
-    is_cut: bool = False
-    """No room was left in the row."""
     said: Said | None = None
     seen: tuple[str, ...] = ()
     """The request's messages and the answer, in canonical form; nothing before it is there."""
@@ -161,7 +159,7 @@ class Session:
             node.ids, node.log_probs, node.versions = (
                 list(known[name]) for name in ("ids", "log_probs", "versions")
             )
-            node.is_stopped, node.is_cut = known["is_stopped"], known["is_cut"]
+            node.is_stopped = known["is_stopped"]
             self.n_sampled += len(node.ids)
         self.open.append(node)
         if known is not None and known["is_complete"]:
@@ -235,7 +233,7 @@ class Session:
         """Make an open node, whose ids are complete, an answered one."""
         count = self._form.cut_at_stop(node.ids, node.asked.stop)
         if count < len(node.ids):
-            node.is_stopped = node.is_cut = False
+            node.is_stopped = False
             self.n_dropped += len(node.ids) - count
             del node.ids[count:], node.log_probs[count:], node.versions[count:]
         node.said = self._form.read(node.asked, node.context, node.ids)
@@ -257,6 +255,11 @@ class Session:
         """Return True if there are recorded answers that the program has not asked for again."""
         asked = {node.key for node in self.nodes}
         return any(known["is_complete"] and key not in asked for key, known in self.recorded.items())
+
+    @property
+    def is_cut(self) -> bool:
+        """True if an answer has no stop token because no room was left in the row."""
+        return self.size(self.nodes) >= self._room and not all(node.is_stopped for node in self.nodes)
 
     @property
     def ordered(self) -> list[Node]:
@@ -304,7 +307,6 @@ class Session:
                     "log_probs": list(node.log_probs),
                     "versions": list(node.versions),
                     "is_stopped": node.is_stopped,
-                    "is_cut": node.is_cut,
                     "is_complete": node.said is not None,
                 }
         return {"prompt": self.prompt_ids, "answers": answers}

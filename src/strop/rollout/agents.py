@@ -295,7 +295,7 @@ class AgentRollout:
             if session.is_resumed and self._settings.replay == "check" and session.unused():
                 raised = f"session {play.values['row'].get('uid')}: the program asks otherwise than before"
                 play.outcome = {"raised": CheckpointError(f"{raised} (agent.replay=check)")}
-            self._end(play, session.refused_by or "stop")
+            self._end(play, session.refused_by or ("length" if session.is_cut else "stop"))
         else:
             self._warn("a session was lost", outcome.get("traceback") or outcome.get("lost", ""))
             self._end(play, "error", outcome.get("error") or outcome["lost"].splitlines()[0])
