@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripted_agents import HI, agents, new_session
-from test_limits import _asks, _ended
+from test_limits import _asks, _ended, _Open
 
 from strop.agents.chat import asked
 
@@ -27,3 +27,14 @@ def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():
     assert result.batch["truncated"].tolist() == [True]
     with agents(_asks, lambda context, seed: "lo", max_tokens=3) as played:
         assert _ended(played.play()) == ["stop"]
+
+
+def test_a_client_that_leaves_after_its_retry_has_come_leaves_no_request_unclaimed():
+    with _Open() as session:
+        rollout = session.agents.rollout
+        play, node, *_ = rollout.ask(session.key, asked({"messages": HI}), "m", False)
+        assert rollout.ask(session.key, asked({"messages": HI}), "m", True)[1] is node
+        rollout.leave(play, node)
+        assert node.is_claimed
+        rollout.leave(play, node)
+        assert not node.is_claimed

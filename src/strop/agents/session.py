@@ -40,10 +40,15 @@ class Node:
     said: Said | None = None
     seen: tuple[str, ...] = ()
     """The request's messages and the answer, in canonical form; nothing before it is there."""
-    is_claimed: bool = True
-    """Its client waits, or has got the answer."""
+    n_claims: int = 1
+    """Requests for it, retries included, whose clients wait or have got the answer."""
     is_recorded: bool = False
     """The answer is that of a program that was started before."""
+
+    @property
+    def is_claimed(self) -> bool:
+        """True if a client waits for it, or has got the answer."""
+        return self.n_claims > 0
 
     @property
     def depth(self) -> int:

@@ -329,7 +329,7 @@ class AgentRollout:
             asked_before = play.bodies.setdefault(mark, [])
             if is_retry and asked_before and not play.session.ended_by:
                 node = next((one for one in asked_before if not one.is_claimed), asked_before[-1])
-                node.is_claimed = True
+                node.n_claims += 1
             elif play.state == "waiting":
                 raise Refusal(403, "the program is started again")
             else:
@@ -348,7 +348,7 @@ class AgentRollout:
     def leave(self, play: _Play, node: Node) -> None:
         """Note that the client of a request is gone."""
         with self._changed:
-            node.is_claimed = False
+            node.n_claims -= 1
 
     def _wave(self, batches: Sequence[_Batch], version: int, generate: Wave) -> None:
         """Sample the open nodes; those of the first batch to their ends."""
