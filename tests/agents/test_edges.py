@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import pytest
 from scripted_agents import HI, agents, new_session
 from test_limits import _asks, _ended, _Open
 
-from strop.agents.chat import asked
+from strop.agents.chat import Refusal, asked
+from strop.rollout.agents import _Desk
 
 
 def test_requests_at_the_same_time_share_the_room_that_is_left():
@@ -38,3 +43,20 @@ def test_a_client_that_leaves_after_its_retry_has_come_leaves_no_request_unclaim
         assert node.is_claimed
         rollout.leave(play, node)
         assert not node.is_claimed
+
+
+def test_a_session_that_ends_while_its_request_comes_refuses_it():
+    with _Open() as session:
+        rollout = session.agents.rollout
+        ask = rollout.ask
+
+        def ends(*given: Any) -> Any:
+            found = ask(*given)
+            with rollout._changed:
+                rollout._end(found[0], "error", "late")
+            return found
+
+        rollout.ask = ends
+        answer = _Desk(rollout).answer(session.key, {"messages": HI}, False, None)
+        with pytest.raises(Refusal, match="the session has ended"):
+            asyncio.run_coroutine_threadsafe(answer, rollout._server.loop).result(10)

@@ -317,8 +317,10 @@ class AgentRollout:
             self._warned.add(what)
             logger.warning("agent: %s, for the first time: %s", what, printable(found))
 
-    def ask(self, key: str, request: Asked, mark: str, is_retry: bool) -> tuple[_Play, Node]:
-        """Return the node of a request; one that is sent again is not another one.
+    def ask(
+        self, key: str, request: Asked, mark: str, is_retry: bool
+    ) -> tuple[_Play, Node, asyncio.Future[Node] | None]:
+        """Return the node of a request, and what sets its answer; one that is sent again is not another one.
 
         Raises ``Refusal`` for an unknown session, and as ``Session.ask`` does. In the server's thread.
         """
@@ -339,7 +341,7 @@ class AgentRollout:
             if node.said is None and node not in play.futures:
                 play.futures[node] = self._server.loop.create_future()
             self._changed.notify_all()
-            return play, node
+            return play, node, play.futures.get(node)
 
     def text(self, node: Node) -> str:
         """Return the whole text of an answer."""
@@ -409,8 +411,8 @@ class _Desk:
         if rollout is None:
             raise Refusal(403, "the run has ended")
         name = digest_of(body) + (mark or "")
-        play, node = rollout.ask(key, request, name, is_retry or mark is not None)
-        if (future := play.futures.get(node)) is not None:
+        play, node, future = rollout.ask(key, request, name, is_retry or mark is not None)
+        if future is not None:
             try:
                 await asyncio.shield(future)
             except asyncio.CancelledError:
