@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from scripted_agents import HI, agents, new_session
-from test_limits import _asks, _ended, _Open
+from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents.chat import Refusal, asked
 from strop.rollout.agents import _Desk
@@ -60,3 +60,24 @@ def test_a_session_that_ends_while_its_request_comes_refuses_it():
         answer = _Desk(rollout).answer(session.key, {"messages": HI}, False, None)
         with pytest.raises(Refusal, match="the session has ended"):
             asyncio.run_coroutine_threadsafe(answer, rollout._server.loop).result(10)
+
+
+def _sends_a_lone_surrogate(base_url):
+    import json
+    import urllib.request
+
+    said = {"role": "assistant", "content": "", "reasoning_content": "\ud800"}
+    one = {"id": "a", "type": "function", "function": {"name": "f\ud800", "arguments": "{\ud800"}}
+    said["tool_calls"] = [one]
+    told = {"role": "tool", "tool_call_id": "a\ud800", "name": "\udfff", "content": "\ud800"}
+    for messages in ([], [said, told]):
+        body = {"messages": [{"role": "user", "content": "Hi\ud800"}, *messages]}
+        data = json.dumps(body).encode()
+        urllib.request.urlopen(f"{base_url}/chat/completions", data).read()
+
+
+def test_lone_surrogates_in_any_field_reach_no_file():
+    with agents(_sends_a_lone_surrogate) as played:
+        result = played.play()
+    assert _ended(result) == ["stop"], _error(result)
+    result.non_tensor_batch["conversation"][0].encode()
