@@ -10,6 +10,7 @@ from scripted_agents import HI, agents, new_session
 from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents.chat import Refusal, asked
+from strop.agents.session import Node
 from strop.rollout.agents import _Desk
 
 
@@ -81,3 +82,10 @@ def test_lone_surrogates_in_any_field_reach_no_file():
         result = played.play()
     assert _ended(result) == ["stop"], _error(result)
     result.non_tensor_batch["conversation"][0].encode()
+
+
+def test_depth_of_a_long_session_needs_no_recursion():
+    node, request = None, asked({"messages": HI})
+    for _ in range(2000):
+        node = Node(node, request, [], [], "", None)
+    assert node.depth == 1999

@@ -50,10 +50,9 @@ class Node:
         """True if a client waits for it, or has got the answer."""
         return self.n_claims > 0
 
-    @property
-    def depth(self) -> int:
+    def __post_init__(self) -> None:
+        self.depth: int = 0 if self.parent is None else self.parent.depth + 1
         """Number of nodes before it."""
-        return 0 if self.parent is None else self.parent.depth + 1
 
     @property
     def call_ids(self) -> list[str]:
