@@ -89,3 +89,16 @@ def test_depth_of_a_long_session_needs_no_recursion():
     for _ in range(2000):
         node = Node(node, request, [], [], "", None)
     assert node.depth == 1999
+
+
+def _fails(base_url):
+    raise ConnectionError("service away")
+
+
+def test_a_validation_whose_programs_all_fail_has_an_error_rate():
+    with agents(_fails) as played:
+        prompts = played.batch()
+        prompts.meta_info["mode"] = "validate"
+        result = played.rollout.generate(prompts, played.params)
+    assert _ended(result) == ["error"]
+    assert "service away" in _error(result)

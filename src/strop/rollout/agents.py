@@ -378,7 +378,8 @@ class AgentRollout:
                     f"a session has {sum(row.sampled)} sampled tokens in its row, and the engine gave it "
                     f"{session.n_sampled - session.n_dropped}"
                 )
-        if not any(any(row.sampled) for row in rows):
+        is_learned_from = batch.prompts.meta_info.get("mode", "train") == "train"
+        if is_learned_from and not any(any(row.sampled) for row in rows):
             first = next((one.error for one in sessions if one.error), "no program asked for an answer")
             raise TrainingError(f"no session of the batch has a sampled token: {first}")
         prompts = _with_prompts(batch.prompts.repeat(n), sessions, self._pad_id)
