@@ -11,7 +11,10 @@ from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents.chat import Refusal, asked
 from strop.agents.session import Node
+from strop.rewards.manager import RewardManager
 from strop.rollout.agents import _Desk
+
+from byte_tokenizer import byte_tokenizer
 
 
 def test_requests_at_the_same_time_share_the_room_that_is_left():
@@ -102,3 +105,41 @@ def test_a_validation_whose_programs_all_fail_has_an_error_rate():
         result = played.rollout.generate(prompts, played.params)
     assert _ended(result) == ["error"]
     assert "service away" in _error(result)
+
+
+def _returns(base_url, returned):
+    import urllib.request
+
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+    return {
+        "text": {"score": 1, "answer": "42", "steps": [1], "tries": 2, "none": None},
+        "large": 1e300,
+        "reserved": {"score": 1, "rule": 1.0},
+        "plain": "42",
+        "flag": True,
+    }[returned]
+
+
+def _scored(result: Any, **options: Any) -> Any:
+    manager = RewardManager(
+        byte_tokenizer(), 0, by_environment=True, max_error_rate=1.0, num_workers=1, **options
+    )
+    result.non_tensor_batch["data_source"] = result.non_tensor_batch["uid"]
+    try:
+        return manager(result)
+    finally:
+        manager.close()
+
+
+def test_a_program_returns_what_a_reward_function_may():
+    with agents(_returns, prompts=4) as played:
+        result = played.play(returned=["text", "large", "reserved", "flag"])
+    assert _ended(result) == ["stop", "error", "error", "stop"]
+    assert "finite and below 3e38" in _error(result, 1)
+    assert "reserved" in _error(result, 2)
+    rewards = _scored(result)
+    assert rewards.token_level_scores.sum(1).tolist() == [1, 0, 0, 1]
+    assert rewards.parts["tries"][0] == 2
+    assert rewards.texts["answer"] == ["42", None, None, None]
+    assert rewards.texts["steps"][0] == "[1]"

@@ -164,8 +164,8 @@ def test_programs_that_break_cost_their_sessions_and_leave_no_process():
     assert _ended(result) == expected
     assert "agent.timeout=5 s" in _error(result)
     assert "ValueError: no" in _error(result, 1)
-    assert "expected finite numbers" in _error(result, 5)
-    assert "expected a text, a number, or a dict with a score" in _error(result, 6)
+    assert "returned nan: expected a text, or a score" in _error(result, 5)
+    assert "returned [1]" in _error(result, 6)
     mask = result.batch["response_mask"].bool().any(1).tolist()
     assert mask == [reason != "error" for reason in expected]
     assert (

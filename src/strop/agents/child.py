@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import pickle
 import resource
@@ -28,6 +27,7 @@ from strop.environments.episode import in_one_line, plain
 from strop.errors import traceback_of
 from strop.rewards.arguments import Function
 from strop.rewards.process_tree import kill_marked
+from strop.rewards.scorer import Scorer, outcome_of
 from strop.rewards.worker.child import receive, send, streams
 
 _LONGEST_OUTPUT = 1 << 20
@@ -178,18 +178,20 @@ def _run(command: str, row: str, environment: Mapping[str, str]) -> tuple[int, b
 
 
 def _outcome(value: Any) -> dict[str, Any]:
-    """Return a program's result as JSON: a text, or a score with its parts. ``TypeError`` for others."""
-    value = value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
+    """Return a program's result as JSON: a text, or a score with its parts.
+
+    Raises ``TypeError`` or ``ValueError`` for others.
+    """
     if value is None or isinstance(value, str):
         return {"response": None if value is None else value.encode(errors="replace").decode()}
-    if isinstance(value, int | float):
-        value = {"score": value}
-    if isinstance(value, dict) and "score" in value:
-        numbers = {str(name): float(number) for name, number in value.items()}
-        if not all(map(math.isfinite, numbers.values())):
-            raise ValueError(f"the program returned {value!r:.80}: expected finite numbers")
-        return {"score": numbers.pop("score"), "parts": numbers}
-    raise TypeError(f"the program returned {value!r:.80}: expected a text, a number, or a dict with a score")
+    expected = "expected a text, or a score as a reward function returns it"
+    try:
+        found = Scorer.checked(outcome_of(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the program returned {value!r:.80}: {error}; {expected}") from error
+    if found.error or found.score is None:
+        raise ValueError(f"the program returned {value!r:.80}: {expected}, finite and below 3e38")
+    return {"score": found.score, "parts": found.parts}
 
 
 if __name__ == "__main__":

@@ -384,7 +384,7 @@ class RewardManager(Reward):
         validating = batch.meta_info.get("mode") == "validate"
         sources = [sample.data_source for sample in samples]
         outcomes = with_lost(outcomes, batch)
-        given = program_parts(batch)
+        given, texts = program_parts(batch)
         own_B = scored_by_programs(batch)
         has_rule = [rule and not own for rule, own in zip(has_rule, own_B.tolist(), strict=True)]
         if "n_branches" in batch.batch and model_scores is None:
@@ -436,7 +436,7 @@ class RewardManager(Reward):
             ),
             responses=[sample.solution_str for sample in samples],
             errors=errors,
-            texts=rule_parts(outcomes, has_rule, error_score=self.error_score)[1],
+            texts=texts | rule_parts(outcomes, has_rule, error_score=self.error_score)[1],
         )
 
     def _on_tokens(

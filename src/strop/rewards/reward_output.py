@@ -251,13 +251,13 @@ def scored_by_programs(batch: DataProto) -> Tensor:
     return ~batch.batch["environment_scores"].cpu().isnan().any(dim=1)
 
 
-def program_parts(batch: DataProto) -> dict[str, Tensor]:
-    """Return the further numbers [B] that agent programs returned, by name; NaN where there is none."""
+def program_parts(batch: DataProto) -> tuple[dict[str, Tensor], dict[str, list[str | None]]]:
+    """Return the further numbers [B] that agent programs returned, NaN where there is none; and texts."""
     if not scored_by_programs(batch).any():
-        return {}
+        return {}, {}
     found = [json.loads(text).get("parts", {}) for text in batch.non_tensor_batch["conversation"]]
     names = sorted({name for parts in found for name in parts})
-    return {name: torch.tensor([parts.get(name, math.nan) for parts in found]) for name in names}
+    return _numbers_and_texts({name: [parts.get(name) for parts in found] for name in names})
 
 
 def with_lost(outcomes: Sequence[Outcome | None], batch: DataProto) -> Sequence[Outcome | None]:
