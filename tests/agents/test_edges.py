@@ -143,3 +143,18 @@ def test_a_program_returns_what_a_reward_function_may():
     assert rewards.parts["tries"][0] == 2
     assert rewards.texts["answer"] == ["42", None, None, None]
     assert rewards.texts["steps"][0] == "[1]"
+
+
+def _length_of(solution_str):
+    return float(len(solution_str))
+
+
+def test_a_text_is_scored_by_parts_where_the_rule_has_no_weight():
+    with agents(_returns) as played:
+        result = played.play(returned=["plain"])
+    parts = {"rule": 0.0, "length": {"weight": 1.0, "scorer": _length_of}}
+    rewards = _scored(result, parts=parts)
+    assert rewards.errors == [""]
+    assert rewards.token_level_scores.sum(1).tolist() == [2.0]
+    del parts["rule"]  # which then has a weight, and no function
+    assert "no function scores the text" in _scored(result, parts=parts).errors[0]

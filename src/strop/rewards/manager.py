@@ -341,7 +341,7 @@ class RewardManager(Reward):
                 values, row // n, fields[row], required[row], token_ids, truncated=truncated, played=played
             )
 
-        compose = functools.partial(self._compose, [RULE in parts for parts in required])
+        compose = functools.partial(self._compose, required)
         is_scored = [bool(parts) for parts in required]
         pending = PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
         return pending
@@ -373,22 +373,27 @@ class RewardManager(Reward):
 
     def _compose(
         self,
-        has_rule: Sequence[bool],
+        required: Sequence[tuple[str, ...]],
         batch: DataProto,
         samples: Sequence[Sample],
         outcomes: Sequence[Outcome | None],
         model_scores: Tensor | None,
     ) -> RewardOutput:
-        """Return the rewards of a batch; ``has_rule`` is True for the samples with a rule."""
+        """Return the rewards of a batch; ``required`` are the parts that functions compute of each sample."""
         logged = ["" if outcome is None else outcome.error for outcome in outcomes]
         validating = batch.meta_info.get("mode") == "validate"
         sources = [sample.data_source for sample in samples]
         outcomes = with_lost(outcomes, batch)
         given, texts = program_parts(batch)
         own_B = scored_by_programs(batch)
-        has_rule = [rule and not own for rule, own in zip(has_rule, own_B.tolist(), strict=True)]
+        has_rule = [RULE in names and not own for names, own in zip(required, own_B.tolist(), strict=True)]
         if "n_branches" in batch.batch and model_scores is None:
-            unscored_B = ~(own_B | torch.tensor(has_rule))
+            rule = self.composition.parts[RULE]
+            is_scored = [
+                RULE in names or (bool(names) and not rule.weight(source))
+                for names, source in zip(required, sources, strict=True)
+            ]
+            unscored_B = ~(own_B | torch.tensor(is_scored))
             outcomes = with_errors(
                 outcomes,
                 unscored_B,
