@@ -13,6 +13,7 @@ from strop.agents.chat import Refusal, asked
 from strop.agents.session import Node
 from strop.rewards.manager import RewardManager
 from strop.rollout.agents import _Desk
+from strop.tracking.samples import samples_table
 
 from byte_tokenizer import byte_tokenizer
 
@@ -158,3 +159,12 @@ def test_a_text_is_scored_by_parts_where_the_rule_has_no_weight():
     assert rewards.token_level_scores.sum(1).tolist() == [2.0]
     del parts["rule"]  # which then has a weight, and no function
     assert "no function scores the text" in _scored(result, parts=parts).errors[0]
+
+
+def test_a_lost_session_counts_with_the_error_score_in_validations():
+    with agents(_returns, prompts=2) as played:
+        result = played.play(returned=["flag", "unknown"])
+    assert _ended(result) == ["stop", "error"]
+    result.meta_info["mode"] = "validate"
+    result.batch["token_level_scores"] = _scored(result, error_score=-1.0).token_level_scores
+    assert samples_table(result, byte_tokenizer())["score"].to_pylist() == [1.0, -1.0]

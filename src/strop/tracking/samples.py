@@ -140,7 +140,9 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     if "truncated" in tensors:
         columns["truncated"] = pa.array(tensors["truncated"].astype(bool))
     if "token_level_scores" in tensors:
-        scores_BT = np.where(tensors["response_mask"] > 0, tensors["token_level_scores"], 0.0)
+        counts_BT = tensors["response_mask"] > 0
+        counts_BT |= ~counts_BT.any(axis=1, keepdims=True)  # of a sample without tokens, such as a lost one
+        scores_BT = np.where(counts_BT, tensors["token_level_scores"], 0.0)
         columns["score"] = pa.array(scores_BT.sum(axis=1, dtype=np.float64).astype(np.float32))
     for name, values in tensors.items():
         if name.startswith("reward/"):  # NaN (the part does not apply to the sample) becomes null
