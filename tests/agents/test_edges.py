@@ -6,14 +6,17 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from scripted_agents import HI, agents, new_session
 from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents.chat import Refusal, asked
 from strop.agents.session import Node
+from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rollout.agents import _Desk
 from strop.tracking.samples import samples_table
+from strop.trainer.group_filter import differing_groups
 
 from byte_tokenizer import byte_tokenizer
 
@@ -168,3 +171,11 @@ def test_a_lost_session_counts_with_the_error_score_in_validations():
     result.meta_info["mode"] = "validate"
     result.batch["token_level_scores"] = _scored(result, error_score=-1.0).token_level_scores
     assert samples_table(result, byte_tokenizer())["score"].to_pylist() == [1.0, -1.0]
+
+
+def test_a_session_without_requests_does_not_make_its_group_differ():
+    columns = {
+        "token_level_scores": torch.tensor([[1.0], [0.0]]),
+        "response_mask": torch.tensor([[1.0], [0]]),
+    }
+    assert not differing_groups(DataProto(columns), 2, "score").any()

@@ -28,8 +28,8 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
 
     ``batch`` has scores and ``n`` adjacent samples of each prompt. ``metric``: ``score``, the whole score, or
     the name of one of its parts; ``acc`` is the part of that name, or else the rule's. Samples that the part
-    does not apply to, or that could not be scored, are left out. Raises ``RewardError`` if there is no such
-    part.
+    does not apply to, that could not be scored, or without sampled tokens, are left out. Raises
+    ``RewardError`` if there is no such part.
     """
     columns = batch.batch
     if metric == "score":
@@ -48,7 +48,7 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
             )
         values_B = columns[found[0]]
     values_GN = values_B.double().reshape(-1, n)
-    known_GN = values_GN.isfinite()
+    known_GN = values_GN.isfinite() & columns["response_mask"].bool().any(1).reshape(-1, n)
     if "reward_failed" in columns:
         known_GN &= ~columns["reward_failed"].reshape(-1, n)
     highest_G = values_GN.masked_fill(~known_GN, -torch.inf).amax(1)
