@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_agents import HI, agents, new_session
+from scripted_agents import HI, KEYS, agents, new_session
 from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents.chat import Refusal, asked
 from strop.agents.session import Node
+from strop.config.checks.check import check
+from strop.config.load import load_config
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rollout.agents import _Desk
@@ -179,3 +181,15 @@ def test_a_session_without_requests_does_not_make_its_group_differ():
         "response_mask": torch.tensor([[1.0], [0]]),
     }
     assert not differing_groups(DataProto(columns), 2, "score").any()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "2"),
+        ("reward_model.enable", "true"),
+    ],
+)
+def test_passes_that_do_not_unfold_sessions_are_refused_before_a_model_loads(key, value):
+    config = load_config([*KEYS, "agent.command=x", "reward_model.model.path=r", f"{key}={value}"])
+    assert any(key in line and "agent" in line for line in check(config).errors)

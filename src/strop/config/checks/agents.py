@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.config.checks.finding import Finding, error
+from strop.config.keys import value_at
 from strop.config.schema.agent import uses_agent
 from strop.config.schema.environment import uses_environment
 
@@ -37,9 +38,19 @@ def sessions(config: Any) -> Iterator[Finding]:
         yield error(
             f"trainer.async_steps={steps} with actor_rollout_ref.rollout.name=http and agent: set 0 or 1"
         )
+    if config.reward_model.enable:
+        yield error(
+            "reward_model.enable=True with agent: a reward model does not read sessions with branches; set "
+            "False, and score with a function or in the program"
+        )
+    for name in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        if (size := value_at(config, name).ulysses_sequence_parallel_size) > 1:
+            yield error(
+                f"{name}.ulysses_sequence_parallel_size={size} with agent: shared sequences have no "
+                "branches; set 1"
+            )
     for name in ("actor_rollout_ref.actor", "critic"):
-        section = config.critic if name == "critic" else config.actor_rollout_ref.actor
-        if section.strategy == "megatron":
+        if value_at(config, name).strategy == "megatron":
             yield error(
                 f"{name}.strategy=megatron with agent: it does not compute sessions with branches; set fsdp"
             )
