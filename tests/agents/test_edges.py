@@ -193,3 +193,10 @@ def test_a_session_without_requests_does_not_make_its_group_differ():
 def test_passes_that_do_not_unfold_sessions_are_refused_before_a_model_loads(key, value):
     config = load_config([*KEYS, "agent.command=x", "reward_model.model.path=r", f"{key}={value}"])
     assert any(key in line and "agent" in line for line in check(config).errors)
+
+
+def test_the_endpoint_is_reached_without_a_proxy_at_any_address(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with agents(_asks, host="127.0.0.2") as played:
+        assert _ended(played.play()) == ["stop"]

@@ -43,13 +43,14 @@ def main() -> None:
     requests, answers, _ = streams()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of hundreds of programs
-    for name in ("NO_PROXY", "no_proxy"):  # the endpoint is reached whatever proxy the shell has
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name, ""), "127.0.0.1", "localhost", "::1"]))
     messages = receive(requests)
     if (setup := next(messages, None)) is None:
         return
     try:
-        sys.path[:], pickled, command = setup
+        sys.path[:], pickled, command, host = setup
+        for name in ("NO_PROXY", "no_proxy"):  # the endpoint is reached whatever proxy the shell has
+            direct = (os.environ.get(name, ""), host, "127.0.0.1", "localhost", "::1")
+            os.environ[name] = ",".join(filter(None, direct))
         function = None if command else Function(pickle.loads(pickled), "agent.path")
     # A user's module may raise anything; the starter reports it.
     except BaseException as error:  # noqa: BLE001

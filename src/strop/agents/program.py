@@ -88,7 +88,7 @@ class ProgramPool:
 
     def __init__(self, program: Program, settings: AgentConfig) -> None:
         """Start nothing before the first program."""
-        setup = pickle.dumps((program.search_path, program.pickled, program.command))
+        setup = pickle.dumps((program.search_path, program.pickled, program.command, settings.host))
         limit = settings.memory_limit_mb
         self._processes = [_Process(setup, limit) for _ in range(settings.processes)]
         self.concurrency: int | None = settings.concurrency
