@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from typing import Any
 
 import pytest
@@ -200,3 +202,18 @@ def test_the_endpoint_is_reached_without_a_proxy_at_any_address(monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with agents(_asks, host="127.0.0.2") as played:
         assert _ended(played.play()) == ["stop"]
+
+
+def test_a_port_is_free_once_its_rollout_is_closed():
+    with agents(_asks) as played:
+        rollout, port = played.rollout, played.rollout._server.port
+        played.play()
+        socket.create_connection(("127.0.0.1", port)).close()
+        gc.disable()
+        try:
+            rollout.close()
+            with agents(_asks, port=port) as again:
+                assert _ended(again.play()) == ["stop"]
+        finally:
+            gc.enable()
+        again.rollout.close()

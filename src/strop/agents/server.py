@@ -12,6 +12,7 @@ import json
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from strop.errors import ConfigError, traceback_of
 _LARGEST_BODY = 16 << 20
 _BODY_S = 60.0
 """Seconds in which a body has to arrive."""
+_CLOSE_S = 10.0
 _FINAL = {"x-should-retry": "false"}
 
 
@@ -81,15 +83,16 @@ class Server:
         app.router.add_post(f"{before}/v1/chat/completions", self._complete)
         app.router.add_get(f"{before}/v1/models", self._models)
         # cancelled handlers tell that the client is gone
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=1024)
         await site.start()
         return self._runner.addresses[0][1]
 
-    def close(self) -> None:
-        """Stop listening; requests in work are cancelled."""
-        self._closing()
+    def close(self, *, wait: bool = True) -> None:
+        """Stop listening; requests in work are cancelled. ``wait``: until the address is free."""
+        if (ending := self._closing()) is not None and wait:
+            ending.result(_CLOSE_S)
 
     def _key(self, request: web.Request) -> str:
         if self._key_in_path:
@@ -131,13 +134,13 @@ class Server:
         return web.json_response(_completion(body, reply))
 
 
-def _close(loop: asyncio.AbstractEventLoop, runner: web.AppRunner | None) -> None:
+def _close(loop: asyncio.AbstractEventLoop, runner: web.AppRunner | None) -> Future[None]:
     async def end() -> None:
         if runner is not None:
             await runner.cleanup()
-        loop.stop()
+        loop.call_soon(loop.stop)
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
+    return asyncio.run_coroutine_threadsafe(end(), loop)
 
 
 async def _body_of(request: web.Request) -> dict[str, Any]:

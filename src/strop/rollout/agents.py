@@ -116,7 +116,11 @@ class AgentRollout:
         self._warned: set[str] = set()
         port = config.agent.port and config.agent.port + spec.rank
         self._server = Server(_Desk(self), config.agent.host, port, key_in_path=True)
-        self._closing = weakref.finalize(self, self._server.close)
+        weakref.finalize(self, self._server.close, wait=False)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
 
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None

@@ -132,7 +132,9 @@ class ActorRolloutRefWorker(RoleWorker):
         return self.engine.shareable_model if shares else None
 
     def close(self) -> None:
-        """End the processes of environments, or of agent programs."""
+        """End the processes of environments, or of agent programs and their endpoint."""
+        if (close := getattr(getattr(self, "rollout", None), "close", None)) is not None:
+            close()
         if self._pool is not None:
             self._pool.close()
 
