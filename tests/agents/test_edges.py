@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_agents import HI, KEYS, agents, new_session
+from scripted_agents import HI, KEYS, agents, call, new_session
 from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents.chat import Refusal, asked
@@ -23,6 +23,7 @@ from strop.tracking.samples import samples_table
 from strop.trainer.group_filter import differing_groups
 
 from byte_tokenizer import byte_tokenizer
+from chat_templates import TEMPLATES
 
 
 def test_requests_at_the_same_time_share_the_room_that_is_left():
@@ -217,3 +218,30 @@ def test_a_port_is_free_once_its_rollout_is_closed():
         finally:
             gc.enable()
         again.rollout.close()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "x",
+        {"properties": [1]},
+        {"properties": {"a": True}},
+        {"properties": {"a": {}}, "required": None},
+        {"properties": {"a": {"anyOf": None}}},
+        {"properties": {"a": {"enum": 5}}},
+        None,
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_refused_before_a_call_is(parameters):
+    body = {
+        "messages": HI,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+    }
+    session = new_session(TEMPLATES["Qwen2.5"].text)
+    said = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    if parameters is None:  # as of a client that writes null for what is left out
+        assert call(session, said, **body).said.calls
+    else:
+        with pytest.raises(Refusal, match=r"the schema of 'f' cannot be read") as refused:
+            call(session, said, **body)
+        assert refused.value.status == 400

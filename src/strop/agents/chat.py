@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.data.bridge import Bridge, Call
 from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
-from strop.data.tool_calls import find_parser
+from strop.data.tool_calls import find_parser, require_schemas
 from strop.environments.loading import load_object
 from strop.errors import ConfigError, ModelError
 
@@ -134,7 +134,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         for tool in tools
     ):
         raise Refusal(400, f"tools: found {tools!r:.80}, expected functions with name and parameters")
-    return [] if choice == "none" else tools
+    given = [] if choice == "none" else [(tool, tool["function"].items()) for tool in tools]
+    return [{**tool, "function": {key: one for key, one in own if one is not None}} for tool, own in given]
 
 
 def _message(number: int, given: Any) -> dict[str, Any]:
@@ -212,6 +213,7 @@ class ChatFormat:
         """Return the bridge for a request's tools; ``Refusal`` if the chat template has none."""
         if request.shown not in self._bridges:
             try:
+                require_schemas(request.tools)
                 self._bridges[request.shown] = Bridge(
                     self._tokenizer, self._stops, self.how, tools=request.tools
                 )

@@ -305,6 +305,17 @@ def _checked(
     return Turn(text, tuple(Call(*call) for call in calls), content=content)
 
 
+def require_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ModelError`` for a tool whose schema cannot be read, which its first call would find."""
+    for tool in tools:
+        name = tool["function"]["name"]
+        try:
+            keys = tool["function"].get("parameters", {}).get("properties", {})
+            _checked("", "", [(name, dict.fromkeys(keys))], tools)
+        except (AttributeError, TypeError, LookupError) as error:
+            raise ModelError(f"tools: the schema of {name!r:.80} cannot be read: {error}") from error
+
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
