@@ -117,6 +117,8 @@ def test_most_answers_cut_is_a_warning_with_the_key():
     for by_turn, key in ((0.3, "data.max_response_length=32"), (0.6, "environment.turn_length=7")):
         found = {"response_length/clip_ratio": 0.9, "turns/cut": by_turn}
         assert mentions(cut_answers(found, CONFIG, first=0.9), "90%", key)
+    agent = CONFIG.model_copy(update={"agent": CONFIG.agent.model_copy(update={"command": "x"})})
+    assert mentions(cut_answers(found, agent, first=0.9), "90%", "max_tokens of the program's requests")
 
 
 def test_a_share_of_cut_answers_that_doubles_names_the_penalty():

@@ -9,6 +9,7 @@ from typing import Any
 
 from strop.config.keys import value_at
 from strop.config.schema import Config
+from strop.config.schema.agent import uses_agent
 
 _STALL = 50
 """Iterations in which score and entropy of a policy that learns move by more than their noise."""
@@ -85,7 +86,10 @@ def cut_answers(metrics: Mapping[str, float], config: Config, *, first: float) -
     if share <= 0.5:
         return None
     key = "environment.turn_length" if by_turn > share / 2 else "data.max_response_length"
-    cut = f"of the answers were cut at {key}={value_at(config, key)} before they ended"
+    place = f"{key}={value_at(config, key)}"
+    if uses_agent(config) and by_turn > share / 2:
+        place = "max_tokens of the program's requests"
+    cut = f"of the answers were cut at {place} before they ended"
     if share >= 2 * first:
         return (
             f"{share:.0%} {cut}, and {first:.0%} in the first iteration: the score may pay for length, or "
