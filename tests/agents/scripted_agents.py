@@ -70,6 +70,9 @@ class ScriptedEngine:
         self._special_ids = {"pad_token_id": 0, "eos_token_ids": [STOP], "hidden_token_ids": []}
         self.advanced = None
 
+    def _columns_of(self, batch: Any) -> DataProto:
+        return DataProto()
+
     @contextlib.contextmanager
     def waves(self, params: SamplingParams) -> Any:
         yield self._wave

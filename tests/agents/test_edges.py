@@ -245,3 +245,11 @@ def test_a_schema_that_cannot_be_read_is_refused_before_a_call_is(parameters):
         with pytest.raises(Refusal, match=r"the schema of 'f' cannot be read") as refused:
             call(session, said, **body)
         assert refused.value.status == 400
+
+
+def test_the_figures_of_the_servers_are_those_of_the_engine():
+    with agents(_asks) as played:
+        played.engine._columns_of = lambda batch: DataProto(
+            {}, {}, {"rollout_metrics": {"rows": len(batch.prompts)}}
+        )
+        assert played.play().meta_info["rollout_metrics"] == {"rows": 1}

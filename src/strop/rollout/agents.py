@@ -397,7 +397,7 @@ class AgentRollout:
             [_scores(play, row, T) for play, row in zip(batch.plays, rows, strict=True)]
         )
         texts = np.array([_conversation(self._form, play) for play in batch.plays], object)
-        return found.union(DataProto(more, {"conversation": texts}))
+        return found.union(DataProto(more, {"conversation": texts})).union(self._engine._columns_of(batch))
 
 
 class _Desk:
