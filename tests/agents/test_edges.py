@@ -253,3 +253,18 @@ def test_the_figures_of_the_servers_are_those_of_the_engine():
             {}, {}, {"rollout_metrics": {"rows": len(batch.prompts)}}
         )
         assert played.play().meta_info["rollout_metrics"] == {"rows": 1}
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_whose_arguments_other_languages_cannot_read_is_malformed(number):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}
+    said = f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
+    node = call(new_session(TEMPLATES["Qwen2.5"].text), said, HI, tools=[tool])
+    assert node.said.calls == ()
+    assert "no JSON" in node.said.malformed
+
+
+def test_a_first_context_that_is_too_long_names_both_keys():
+    messages = [{"role": "user", "content": "x" * 300}]
+    with pytest.raises(Refusal, match=r"data\.max_response_length=50 .*data\.max_prompt_length=40"):
+        new_session(room=50, widest=40).ask(asked({"messages": messages}))

@@ -290,8 +290,8 @@ def _checked(
         required = schemas[name].get("required", [])
         problems = [f"it has no argument {key!r:.80}" for key in arguments if key not in properties]
         problems += [f"the argument {key!r} is missing" for key in required if key not in arguments]
-        try:  # lone surrogates, sets, and what is nested too deeply reach neither a process nor a file
-            pickle.dumps(json.dumps(arguments, ensure_ascii=False).encode() and arguments)
+        try:  # lone surrogates, sets, NaN, and what is nested too deeply reach neither a process nor a file
+            pickle.dumps(json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode() and arguments)
         except (TypeError, ValueError, RecursionError) as error:
             problems.append(f"the arguments are no JSON: {_reason(error)}")
         problems += [
