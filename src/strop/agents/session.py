@@ -203,7 +203,8 @@ class Session:
             raise Refusal(
                 400,
                 "context_length_exceeded: the session's contexts and answers have no room left in "
-                f"data.max_response_length={self._room} tokens",
+                f"data.max_response_length={self._room} tokens (a first context of at most "
+                f"data.max_prompt_length={self._widest} needs none of them)",
             )
 
     def _seed_of(self, asked: Asked, context: Sequence[int], number: int) -> int | None:
@@ -226,7 +227,7 @@ class Session:
         return ordered
 
     def limits(self, nodes: Sequence[Node]) -> list[int]:
-        """Return the most tokens of each of the open ``nodes``, which are sampled together; 0 without room."""
+        """Return the most tokens of each of the open ``nodes``, sampled together; 0 without room."""
         left, found = self._room - self.size([*self.nodes, *self.open]), []
         for number, node in enumerate(nodes):
             most = left // len(nodes) + (number < left % len(nodes)) + len(node.ids)
