@@ -773,7 +773,7 @@ class TrainAgent(TypedDict, total=False):
     max_calls: int
     """Answers that a program may ask for."""
     timeout: float
-    """Seconds that a program may take between its calls, in all, before its sample is lost."""
+    """Total seconds that a program may take between its calls before its sample is lost."""
     replay: Literal["fresh", "check"]
     """Program that asks otherwise when it is started again: it goes on from there, or is an error."""
     processes: int

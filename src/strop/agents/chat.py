@@ -1,6 +1,6 @@
 """Requests for chat completions: their messages, compared and as token ids.
 
-Messages are compared in a canonical form, in which nothing counts that clients add, drop or write anew.
+Messages are compared in a canonical form, without what clients add, drop or format differently.
 """
 
 from __future__ import annotations
@@ -58,9 +58,6 @@ class Asked(NamedTuple):
     """The tools in canonical form."""
     max_tokens: int | None
     stop: tuple[str, ...]
-    streams: bool
-    counts: bool
-    """The stream ends with the numbers of tokens."""
     sampling: dict[str, float]
     """temperature and top_p, where the request has them."""
 
@@ -101,7 +98,6 @@ def asked(body: Any, *, seeded: bool = False) -> Asked:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refusal(400, f"stop={stop!r:.80}: expected texts")
-    options = body.get("stream_options") or {}
     return Asked(
         messages,
         tuple(map(canonical, messages)),
@@ -109,8 +105,6 @@ def asked(body: Any, *, seeded: bool = False) -> Asked:
         json.dumps(tools, sort_keys=True),
         most,
         tuple(stop),
-        bool(body.get("stream")),
-        bool(isinstance(options, dict) and options.get("include_usage")),
         {name: _number(body, name) for name in ("temperature", "top_p") if body.get(name) is not None},
     )
 

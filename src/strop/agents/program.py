@@ -149,7 +149,7 @@ class _Process:
                 self._take()
                 if self._running:
                     self._receive()
-                elif self._n_left:  # threads that never end compute for nobody
+                elif self._n_left:  # threads that never end would compute on
                     self._drop()
             # Given to every program that runs, in its caller's thread.
             except BaseException as error:  # noqa: BLE001

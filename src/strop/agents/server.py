@@ -82,7 +82,7 @@ class Server:
         before = "/s/{key}" if self._key_in_path else ""
         app.router.add_post(f"{before}/v1/chat/completions", self._complete)
         app.router.add_get(f"{before}/v1/models", self._models)
-        # cancelled handlers tell that the client is gone
+        # a handler is cancelled when its client is gone
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=1024)

@@ -88,7 +88,6 @@ class Session:
         max_calls: int,
         temperature: float,
         top_p: float,
-        replay: str = "fresh",
     ) -> None:
         """Begin without a request.
 
@@ -96,15 +95,14 @@ class Session:
             form: the chat template.
             prompt: the row's prompt in canonical form; a request of it draws with the sample's own seed.
             seed: of the sample; None: greedy.
-            room: most tokens of the row beside its prompt.
+            room: most tokens of the row after its prompt.
             widest: most tokens of a context that becomes the row's prompt.
             max_calls: most requests that are answered.
             temperature: of the run; requests may say the same.
             top_p: likewise.
-            replay: key ``agent.replay``.
         """
         self._form, self._prompt, self._seed = form, tuple(prompt), seed
-        self._room, self._widest, self._max_calls, self._replay = room, widest, max_calls, replay
+        self._room, self._widest, self._max_calls = room, widest, max_calls
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self.recorded: dict[str, dict[str, Any]] = {}
         """Answers, and beginnings of answers, of a program that was started before, by key."""
@@ -219,7 +217,7 @@ class Session:
         return int.from_bytes(digest, "big") >> 1  # vLLM's seeds are signed
 
     def begin(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return this session's open ``nodes`` in an order of their own, before they are sampled."""
+        """Return this session's open ``nodes`` in an order without arrival, before they are sampled."""
         ordered = sorted(nodes, key=_order)
         if self.prompt_ids is None:
             roots = [node.context for node in ordered if node.parent is None]
@@ -247,7 +245,7 @@ class Session:
         self.nodes.append(node)
 
     def end(self, reason: str, error: str = "") -> None:
-        """End the session; nodes that nobody has claimed leave it."""
+        """End the session; nodes without a client that waits or has the answer leave it."""
         self.ended_by, self.error = reason, error
         continued = {id(node.parent) for node in self.nodes}
         kept = [node for node in self.nodes if node.is_claimed or id(node) in continued]
@@ -303,7 +301,7 @@ class Session:
         return row_of(calls)
 
     def state(self) -> dict[str, Any]:
-        """Return what a program that is started again is told, as plain values."""
+        """Return the recorded answers for a program that is started again, as plain values."""
         answers = dict(self.recorded)
         for node in (*self.nodes, *self.open):
             if node.ids:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOGETHER, _RESTARTS = 2, 3
-"""Starts of a program whose process ends in which others may share it, and starts in all."""
+"""Starts of a program whose process ends, in which others may share it; and total starts."""
 _LOOK_S = 0.25
 _GATHER_S = 0.002
 """Seconds in which further requests are gathered: each look is at all sessions."""
@@ -155,7 +155,7 @@ class AgentRollout:
         with self._changed:
             return {
                 "batches": {
-                    number: [play.session.state() | {"outcome": _plain(play)} for play in batch.plays]
+                    number: [play.session.state() for play in batch.plays]
                     for number, batch in self._batches.items()
                 }
             }
@@ -430,7 +430,7 @@ class _Desk:
 
 @dataclass
 class _Wave:
-    """Nodes of a batch that are sampled together, in an order of their own."""
+    """Nodes of a batch that are sampled together, in an order without arrival."""
 
     batch: _Batch
     is_first: bool
@@ -496,10 +496,6 @@ def _refuse(future: asyncio.Future[Node], refusal: Refusal) -> None:
     if not future.done():
         future.set_exception(refusal)
         future.exception()  # its client may be gone
-
-
-def _plain(play: _Play) -> dict[str, Any]:
-    return {name: value for name, value in play.outcome.items() if name != "raised"}
 
 
 def _with_prompts(prompts: DataProto, sessions: Sequence[Session], pad_id: int) -> DataProto:

@@ -43,7 +43,7 @@ class AgentConfig(Section, resumes=SAME):
     max_calls: Annotated[PositiveInt, UNUSED]
     """Answers that a program may ask for."""
     timeout: Annotated[Seconds, MAY_CHANGE, UNUSED]
-    """Seconds that a program may take between its calls, in all, before its sample is lost."""
+    """Total seconds that a program may take between its calls before its sample is lost."""
     replay: Annotated[Literal["fresh", "check"], MAY_CHANGE, UNUSED]
     """Program that asks otherwise when it is started again: it goes on from there, or is an error."""
     processes: Annotated[Processes, MAY_CHANGE, UNUSED]
