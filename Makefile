@@ -57,6 +57,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/http_weights.py --out benchmarks/results/http_weights_$(TODAY).md
 	$(BIN)/python benchmarks/http_rollout.py
 	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py
+	$(BIN)/python benchmarks/agents.py --out benchmarks/results/agents_$(TODAY).md
 	PYTHONPATH=examples $(BIN)/python benchmarks/turns.py --out benchmarks/results/turns_$(TODAY).md
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py

@@ -2,9 +2,10 @@
 
     python benchmarks/agents.py [--sessions 1000] [--out FILE]
 
-The policy says one letter at once (`scripted_agents.py` of the tests), so the figures are those of the endpoint
-and of the programs. `coroutines`: 256 programs of 1 to 8 requests each in one process, which share a client of
-openai; `processes`: 16 programs of a shell, with curl; `idle`: sessions that have asked once and then sleep.
+The policy says one letter at once (`scripted_agents.py` of the tests), so the figures are those of the
+endpoint and of the programs. `coroutines`: 256 programs of 1 to 8 requests each in one process, which share a
+client of openai; `processes`: 16 programs of a shell, with curl; `idle`: sessions that have asked once and
+then sleep.
 """
 
 from __future__ import annotations

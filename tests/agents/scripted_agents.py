@@ -39,7 +39,7 @@ def ids_of(said: str | Sequence[int]) -> list[int]:
 def new_session(template: str = CHATML, *, room: int = 2000, widest: int = 200, **options: Any) -> Session:
     """Return a session without a request, whose row has another prompt than the requests."""
     form = ChatFormat(load_config(KEYS), byte_tokenizer(template), [STOP])
-    settings = {"seed": 7, "max_calls": 64, "temperature": 1.0, "top_p": 1.0, **options}
+    settings = {"seed": 7, "max_calls": 64, "sampling": {"temperature": 1.0, "top_p": 1.0}, **options}
     return Session(form, ["a row's prompt"], room=room, widest=widest, **settings)
 
 

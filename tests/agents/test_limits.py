@@ -18,6 +18,7 @@ from scripted_agents import HI, Agents, agents, ids_of
 
 from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, ConfigError, RewardError, TrainingError
+from strop.trainer.ppo import require_samples
 
 
 def _sent(url: str, body: Any, key: str, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -223,7 +224,7 @@ def test_a_batch_without_any_answer_is_an_error_with_its_first_cause():
         raise ConnectionError("service away")
 
     with agents(never, prompts=2) as played, pytest.raises(TrainingError, match="service away"):
-        played.play()
+        require_samples(played.play())
 
 
 def test_a_command_that_fails_or_leaves_a_process_is_ended_whole():
@@ -302,6 +303,6 @@ def test_a_module_that_raises_when_it_is_loaded_ends_the_run_with_its_error(tmp_
             agents(imports, prompts=1) as played,
             pytest.raises((TrainingError, RewardError), match="no licence"),
         ):
-            played.play()
+            require_samples(played.play())
     finally:
         sys.path.remove(str(tmp_path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +86,7 @@ class Session:
         room: int,
         widest: int,
         max_calls: int,
-        temperature: float,
-        top_p: float,
+        sampling: Mapping[str, float],
     ) -> None:
         """Begin without a request.
 
@@ -98,12 +97,11 @@ class Session:
             room: most tokens of the row after its prompt.
             widest: most tokens of a context that becomes the row's prompt.
             max_calls: most requests that are answered.
-            temperature: of the run; requests may say the same.
-            top_p: likewise.
+            sampling: temperature and top_p of the run; requests may say the same.
         """
         self._form, self._prompt, self._seed = form, tuple(prompt), seed
         self._room, self._widest, self._max_calls = room, widest, max_calls
-        self._sampling = {"temperature": temperature, "top_p": top_p}
+        self._sampling = sampling
         self.recorded: dict[str, dict[str, Any]] = {}
         """Answers, and beginnings of answers, of a program that was started before, by key."""
         self.prompt_ids: list[int] | None = None

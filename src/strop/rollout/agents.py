@@ -108,6 +108,9 @@ class AgentRollout:
         config: Any = spec.config
         self._engine, self._settings, self._pool = engine, config.agent, spec.program_pool
         self._form = ChatFormat(config, spec.tokenizer, engine.eos_token_ids, config.agent.parser)
+        rollout = config.actor_rollout_ref.rollout
+        # those of training also while a validation samples otherwise: programs need not know of it
+        self._sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
         self._prompt_key, self._pad_id = config.data.prompt_key, spec.tokenizer.pad_token_id
         self.advanced: Advanced = lambda done, tokens: None
         self._batches: dict[int, _Batch] = {}
@@ -201,8 +204,7 @@ class AgentRollout:
                 room=params.max_tokens,
                 widest=width,
                 max_calls=self._settings.max_calls,
-                temperature=0.0 if params.greedy else params.temperature,
-                top_p=params.top_p,
+                sampling=self._sampling,
             )
             url = f"{self._server.url}/s/{key}/v1"
             play = _Play(key, session, {**row, "row": row, "base_url": url, "api_key": key})
@@ -382,10 +384,6 @@ class AgentRollout:
                     f"a session has {sum(row.sampled)} sampled tokens in its row, and the engine gave it "
                     f"{session.n_sampled - session.n_dropped}"
                 )
-        is_learned_from = batch.prompts.meta_info.get("mode", "train") == "train"
-        if is_learned_from and not any(any(row.sampled) for row in rows):
-            first = next((one.error for one in sessions if one.error), "no program asked for an answer")
-            raise TrainingError(f"no session of the batch has a sampled token: {first}")
         prompts = _with_prompts(batch.prompts.repeat(n), sessions, self._pad_id)
         samples, versions = _samples(sessions, rows, T, self._pad_id)
         found = answer(prompts, replace(batch.params, n=1), samples, **self._engine._special_ids)

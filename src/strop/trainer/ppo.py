@@ -11,6 +11,7 @@ Shapes: B samples (prompts x rollout.n), T response tokens; seeds [P, N] of P pr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from strop.config.roles import (
 )
 from strop.config.schema import Config
 from strop.controller.group import Future
+from strop.errors import TrainingError
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
@@ -77,6 +79,14 @@ class _Sampling(NamedTuple):
         with timer.phase("reward"):
             self.scores.complete(batch)
         return batch
+
+
+def require_samples(batch: DataProto) -> None:
+    """Raise ``TrainingError``, with the first cause, if no session of a batch has a sampled token."""
+    if "n_branches" in batch and not batch.batch["response_mask"].any():
+        causes = [json.loads(text).get("error", "") for text in batch.non_tensor_batch["conversation"]]
+        first = next(filter(None, causes), "no program asked for an answer")
+        raise TrainingError(f"no session of the batch has a sampled token: {first}")
 
 
 class Generation(NamedTuple):
@@ -210,6 +220,7 @@ class PPO:
             for call in loading:
                 call.get()
         batch = sampled.finish(timer, self._phases[0])
+        require_samples(batch)
         if greedy is not None:
             times = greedy.finish(timer, self._phases[1]).meta_info.get("generation")
             batch.meta_info["generation_greedy"] = times
