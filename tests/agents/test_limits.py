@@ -16,6 +16,7 @@ import psutil
 import pytest
 from scripted_agents import HI, Agents, agents, ids_of
 
+from strop.agents import program
 from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, ConfigError, RewardError, TrainingError
 from strop.trainer.ppo import require_samples
@@ -194,6 +195,26 @@ def test_a_process_that_ends_costs_the_session_that_ends_it_alone():
     assert "exit status 9" in _error(result, 1)
     sampled = [context for wave in played.engine.contexts for context in wave]
     assert len(sampled) == 4  # programs that are started again get the recorded answers
+
+
+async def _blocks_its_loop(base_url, number):
+    import time
+
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    if number == 1:
+        time.sleep(600)
+    return "ok"
+
+
+def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch):
+    monkeypatch.setattr(program, "_SILENT_S", 2.0)
+    with agents(_blocks_its_loop, prompts=3, timeout=4) as played:
+        result = played.play()
+    assert _ended(result) == ["stop", "error", "stop"]
+    assert "blocked its event loop" in _error(result, 1)
 
 
 def _asks_often(base_url, number):

@@ -89,7 +89,13 @@ async def _serve(function: Function | None, command: str, messages: Any, answers
             traceback.print_exc()
             os._exit(1)
 
+    async def beat() -> None:
+        while True:
+            send(answers, {"token": "", "begun": True})
+            await asyncio.sleep(1)
+
     threading.Thread(target=read, daemon=True).start()
+    beating = loop.create_task(beat())
     while (message := await arrived.get()) is not None:
         name, values = message
         if values is None:
@@ -98,7 +104,7 @@ async def _serve(function: Function | None, command: str, messages: Any, answers
             continue
         running[name] = task = loop.create_task(play(name, values))
         task.add_done_callback(lambda _, name=name: running.pop(name, None))
-    for task in running.values():
+    for task in (beating, *running.values()):
         task.cancel()
 
 

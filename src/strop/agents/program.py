@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import queue
@@ -13,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from strop.config.schema.agent import AgentConfig
 from strop.environments.loading import load_object
@@ -24,6 +25,8 @@ from strop.rewards.worker.process import Child
 
 _LONGEST_LINE = 1 << 24  # bytes of an answer
 _TICK_S = 0.02
+_SILENT_S = 5.0
+"""Seconds without a line after which an event loop is taken for blocked: loaded machines are slow."""
 _OWN_NAMES = ("row", "base_url", "api_key")
 Outcome = dict[str, Any]
 """``response``; ``score`` with ``parts``; ``error`` with ``traceback``; ``lost``: the end of its process."""
@@ -83,6 +86,26 @@ def load_program(section: AgentConfig) -> Program | None:
     return Program(pickled, "", list(sys.path), named, required)
 
 
+class Started(NamedTuple):
+    """A program that was started."""
+
+    process: _Process
+    name: str
+
+    def stop(self, reason: str) -> bool:
+        """End it; return False if its process must be, where a coroutine blocks all others.
+
+        The outcome of each of them is then ``lost``, for this reason.
+        """
+        if self.process.is_ending:
+            return False
+        if self.process.is_stuck:
+            self.process.kill(f"a coroutine blocked its event loop: {reason}")
+            return False
+        self.process.stop(self.name)
+        return True
+
+
 class ProgramPool:
     """Run programs in killable processes."""
 
@@ -99,10 +122,8 @@ class ProgramPool:
             weakref.finalize(self, process.close).atexit = False
         self._n_started = 0
 
-    def start(
-        self, name: str, values: Mapping[str, Any], ended: Callable[[Outcome], None]
-    ) -> Callable[[], None]:
-        """Start a program with ``values``; return a function that ends it.
+    def start(self, name: str, values: Mapping[str, Any], ended: Callable[[Outcome], None]) -> Started:
+        """Start a program with ``values``.
 
         ``ended`` is called in another thread, with ``begun`` when its process runs it, and with its outcome
         unless it was ended.
@@ -110,7 +131,7 @@ class ProgramPool:
         process = self._processes[self._n_started % len(self._processes)]
         self._n_started += 1
         process.start(name, values, ended)
-        return lambda: process.stop(name)
+        return Started(process, name)
 
     def close(self) -> None:
         """End the processes."""
@@ -128,7 +149,9 @@ class _Process:
         self._child: Child | None = None
         self._n_left = 0
         """Programs that were ended, and whose threads may go on."""
-        self._open = True
+        self._heard_at = 0.0
+        """Time of the last line of the process, which writes one in a second."""
+        self._open, self.is_ending = True, False
         self._thread = threading.Thread(target=self._run, name="strop-agents", daemon=True)
         self._thread.start()
 
@@ -137,6 +160,16 @@ class _Process:
 
     def stop(self, name: str) -> None:
         self._arrived.put((name, None, None))
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if its event loop stands still."""
+        return time.monotonic() - self._heard_at > _SILENT_S
+
+    def kill(self, reason: str) -> None:
+        """End the process, and so all programs in it."""
+        self.is_ending, self._heard_at = True, math.inf  # the next one has to begin before it is stuck
+        self._arrived.put(("", None, reason))
 
     def close(self) -> None:
         self._arrived.put(None)
@@ -170,7 +203,11 @@ class _Process:
 
     def _post(self, name: str, values: Mapping[str, Any] | None, ended: Any) -> None:
         if values is None:
-            if self._running.pop(name, None) is not None and self._child is not None:
+            if ended is not None:
+                self._drop()
+                self._end_all({"lost": ended})
+                self.is_ending = False
+            elif self._running.pop(name, None) is not None and self._child is not None:
                 self._n_left += 1
                 self._child.lane.post(pickle.dumps((name, None)))
             return
@@ -196,6 +233,7 @@ class _Process:
             if (line := child.lane.exchange(time.monotonic() + _TICK_S, child.is_alive)) is None:
                 return
             answer = json.loads(line)
+            self._heard_at = time.monotonic()
             name = answer.pop("token")
             ended = self._running.get(name) if "begun" in answer else self._running.pop(name, None)
         except TimeoutError:

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from strop.agents.chat import Asked, ChatFormat, Refusal, asked, canonical, digest_of
-from strop.agents.program import Outcome
+from strop.agents.program import Outcome, Started
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node, Session
 from strop.algorithms import token_tree
@@ -65,7 +65,7 @@ class _Play:
     bodies: dict[str, list[Node]] = field(default_factory=dict)
     """By the digest of a request's body, and its idempotency key."""
     outcome: Outcome = field(default_factory=dict)
-    stop: Callable[[], None] = lambda: None
+    started: Started | None = None
     starts: int = 0
     has_begun: bool = False
     """Its process runs it."""
@@ -250,8 +250,8 @@ class AgentRollout:
                 raise play.outcome["raised"]
             if play.look(now) > self._settings.timeout and play.state == "running":
                 reason = f"the program took more than agent.timeout={self._settings.timeout:g} s by itself"
-                play.stop()
-                self._end(play, "error", reason)
+                if play.started is None or play.started.stop(reason):
+                    self._end(play, "error", reason)
         running = [play for play in plays if play.state == "running"]
         is_alone = any(play.starts > _TOGETHER for play in running)
         for play in plays:
@@ -282,7 +282,7 @@ class AgentRollout:
                         self._take(play, outcome)
                 self._changed.notify_all()
 
-        play.stop = self._pool.start(f"{play.key}-{play.starts}", play.values, ended)
+        play.started = self._pool.start(f"{play.key}-{play.starts}", play.values, ended)
 
     def _take(self, play: _Play, outcome: Outcome) -> None:
         """Take the end of a program."""
