@@ -1,7 +1,8 @@
 """Servers of the run, each with a guard: ``python -m strop.rollout.http.start FOLDER COMMAND...``.
 
 The guard's standard input is a pipe from the run, which closes when the run ends, however it does. vLLM's
-engine is a child of the server that outlives it, and killed processes leave names in /dev/shm.
+engine is a child of the server that outlives it, and killed processes leave names in /dev/shm. A child of the
+guard does its work if it is killed: Ray kills the children of a worker that it ends.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import strop
 from strop.rewards.process_tree import (
@@ -146,6 +148,8 @@ def _guard(folder: str, command: list[str]) -> None:
     """Run ``command``; then kill its processes, and delete ``folder`` and their shared memory."""
     control, own_id, names = ctypes.CDLL(None).prctl, os.getpid(), set[str]()
     control(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves becomes a child of this process
+    if os.fork() == 0:
+        _outlive(own_id, folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = subprocess.Popen(
         command,
@@ -161,6 +165,21 @@ def _guard(folder: str, command: list[str]) -> None:
         while held := hold_descendants(own_id):
             kill_held(held)
         _delete(names, folder)
+
+
+def _outlive(guard: int, folder: str) -> NoReturn:
+    """Wait for the guard's end; if it was killed, as by Ray with its worker, do what it would have done."""
+    while os.getppid() == guard:  # which ends this process with all others
+        time.sleep(LOOK_S)
+    names = set[str]()
+    while left := set(marked_processes(os.environ[MARKER])) - {os.getpid()}:
+        names |= shared_names(left)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.1)
+    _delete(names, folder)
+    os._exit(0)
 
 
 if __name__ == "__main__":
