@@ -151,7 +151,7 @@ def measure(servers: str, seconds: float, seed: int, folder: Path) -> int:
     more = [f"{rollout}.http.start.n=2"]
     if servers == "fake":
         line = [sys.executable, __file__, "serve-fakes", "--seed", str(seed)]
-        fakes = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        fakes = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert fakes.stdout is not None
         more = [f"{rollout}.http.urls=[{','.join(fakes.stdout.readline().split())}]"]
     settings = overrides(
@@ -186,7 +186,7 @@ def measure(servers: str, seconds: float, seed: int, folder: Path) -> int:
     run.terminate()
     run.wait(END_S)
     if fakes is not None:
-        fakes.kill()
+        os.killpg(fakes.pid, signal.SIGKILL)  # with the fakes, which hold the pipe open
         assert fakes.stdout is not None
         kills = len(fakes.stdout.read().splitlines())
     time.sleep(LOOK_S)
