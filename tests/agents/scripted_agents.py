@@ -67,10 +67,10 @@ class ScriptedEngine:
 
     def __init__(self, says: Callable[[list[int], int | None], str | Sequence[int]]) -> None:
         self.says, self.contexts = says, []
-        self._special_ids = {"pad_token_id": 0, "eos_token_ids": [STOP], "hidden_token_ids": []}
+        self.special_ids = {"pad_token_id": 0, "eos_token_ids": [STOP], "hidden_token_ids": []}
         self.advanced = None
 
-    def _columns_of(self, batch: Any) -> DataProto:
+    def columns_of(self, batch: Any) -> DataProto:
         return DataProto()
 
     @contextlib.contextmanager

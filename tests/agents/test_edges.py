@@ -249,7 +249,7 @@ def test_a_schema_that_cannot_be_read_is_refused_before_a_call_is(parameters):
 
 def test_the_figures_of_the_servers_are_those_of_the_engine():
     with agents(_asks) as played:
-        played.engine._columns_of = lambda batch: DataProto(
+        played.engine.columns_of = lambda batch: DataProto(
             {}, {}, {"rollout_metrics": {"rows": len(batch.prompts)}}
         )
         assert played.play().meta_info["rollout_metrics"] == {"rows": 1}

@@ -110,17 +110,22 @@ def test_requests_that_are_refused_say_why_once():
         assert _sent(session.url, {"messages": HI, **accepted}, session.key)[0] == 200
 
 
+def _listening() -> set[tuple[str, int]]:
+    """Return the addresses on which this process and those that it has started listen."""
+    own = psutil.Process()
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in (own, *own.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 def test_nothing_listens_beyond_the_loopback_address():
+    before = _listening()  # of other tests
     with _Open():
-        own = psutil.Process()
-        processes = [own, *own.children(recursive=True)]
-        found = {
-            connection.laddr.ip
-            for process in processes
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        }
-    assert found == {"127.0.0.1"}
+        found = _listening() - before
+    assert [address for address, _ in found] == ["127.0.0.1"]
 
 
 def test_a_session_that_has_ended_answers_403():

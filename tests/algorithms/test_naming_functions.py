@@ -81,7 +81,7 @@ def test_an_optional_parameter_is_passed_when_it_is_available(own_module):
         ("own_strop_broken:fn", ("'own_strop_broken'", "No module named 'a_package_that_is_not_there'")),
         ("own_strop_functions:missing", ("'own_strop_functions'", "'missing'")),
         ("own_strop_functions:number", ("'own_strop_functions'", "'number'")),
-        ("own_strop_functions:needs_a_wish", ("needs_a_wish", " wish,", "baseline_scores, gamma")),
+        ("own_strop_functions:needs_a_wish", ("needs_a_wish", " wish,", "baseline_scores, follows, gamma")),
     ],
 )
 def test_an_estimator_that_cannot_be_used_is_refused(own_module, name, parts):

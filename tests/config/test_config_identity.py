@@ -33,7 +33,7 @@ TURNS = {
         *("path", "tools", "max_turns", "turn_length", "answer_length", "parser", "answer_role", "seed"),
         *("error", "malformed"),
     )
-}
+} | {f"agent.{name}" for name in ("path", "command", "parser", "lockstep", "max_calls")}
 REWARDS = {
     *("custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"),
     *("reward_model.model.input_tokenizer", "reward_model.model.path", "reward_model.reward_manager"),

@@ -151,11 +151,11 @@ def test_h07_nothing_is_left_to_a_servers_defaults(case):
 
 
 def test_h08_requests_do_not_wait_in_the_clients_pool(case):
-    """The case's times, a seventh as long."""
+    """The case's time, half as long."""
     given = case["given"]
     server = FakeVLLM(max_num_seqs=given["places"])
     rollout = rollout_on(server)
-    server.delay = given["server"]["delay"] / 7
+    server.delay = given["server"]["delay"] / 2
     found = rollout.generate(prompts_of([3] * 64, n=4), PARAMS)
     assert len(found) == given["requests"]
     assert counts(rollout)["rollout/lost_requests"] == case["right"]["lost_requests"]

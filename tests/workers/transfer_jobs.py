@@ -56,7 +56,7 @@ def pools(folder: Path, meeting: Path, actors: int, dtype: str) -> tuple[Weights
     for version in (1, 2):
         built.receive_weights(version)
         assert built.rollout_version == version
-    held = {name: weight.detach().clone() for name, weight in built.rollout._model.named_parameters()}
+    held = {name: weight.detach().clone() for name, weight in built.rollout.model.named_parameters()}
     return held, built.rollout.checksums()
 
 

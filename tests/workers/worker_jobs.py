@@ -94,7 +94,7 @@ def generate(folder: Path, role: Role, mode: str, *extra: str) -> dict[str, torc
     assert all(torch.equal(found.batch[name], again.batch[name]) for name in found.batch)
     moved = (found.batch["rollout_log_probs"] - first.batch["rollout_log_probs"]).abs().max()
     assert moved > 1e-4  # the current weights are used, not those of the start
-    assert built.world_size == 1 or next(built.rollout._model.parameters()).is_meta  # memory given back
+    assert built.world_size == 1 or next(built.rollout.model.parameters()).is_meta  # memory given back
     return {name: column.view(len(prompts()), -1, *column.shape[1:]) for name, column in found.batch.items()}
 
 
@@ -176,7 +176,7 @@ def load_from_hub(cache: Path, name: str, out: Path) -> dict[str, Any]:
     built = worker(name, Role.ActorRollout, f"data.cache_dir={out / 'strop'}")
     weights = built.weights_hash()
     built.export(out / "exported", 1)
-    rollout = built.rollout._rollout if built.world_size > 1 else built.rollout
+    rollout = built.rollout
     return {"ends": rollout.eos_token_ids, "weights": weights}
 
 

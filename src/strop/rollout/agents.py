@@ -386,7 +386,7 @@ class AgentRollout:
                 )
         prompts = _with_prompts(batch.prompts.repeat(n), sessions, self._pad_id)
         samples, versions = _samples(sessions, rows, T, self._pad_id)
-        found = answer(prompts, replace(batch.params, n=1), samples, **self._engine._special_ids)
+        found = answer(prompts, replace(batch.params, n=1), samples, **self._engine.special_ids)
         share = batch.wait_s / max(time.monotonic() - batch.begun, 1e-9)
         more: dict[str, Any] = _counts(sessions, rows, share)
         if with_versions:
@@ -395,7 +395,7 @@ class AgentRollout:
             [_scores(play, row, T) for play, row in zip(batch.plays, rows, strict=True)]
         )
         texts = np.array([_conversation(self._form, play) for play in batch.plays], object)
-        return found.union(DataProto(more, {"conversation": texts})).union(self._engine._columns_of(batch))
+        return found.union(DataProto(more, {"conversation": texts})).union(self._engine.columns_of(batch))
 
 
 class _Desk:

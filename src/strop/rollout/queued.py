@@ -31,7 +31,7 @@ class QueuedRollout:
     ) -> None:
         """``hidden_token_ids``: counted in a column, see ``answer``. ``episodes``: samples have turns."""
         self.eos_token_ids = tuple(eos_token_ids)
-        self._special_ids: dict[str, Any] = {
+        self.special_ids: dict[str, Any] = {
             "pad_token_id": pad_token_id,
             "eos_token_ids": self.eos_token_ids,
             "hidden_token_ids": hidden_token_ids,
@@ -46,8 +46,8 @@ class QueuedRollout:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         batch = self._begun(prompts, params)
         self._complete([batch], 0, finished)
-        turns = self._columns_of(batch)
-        return batch.result(**self._special_ids).union(turns)
+        turns = self.columns_of(batch)
+        return batch.result(**self.special_ids).union(turns)
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """See ``RolloutEngine.admit``; raises like ``generate``."""
@@ -57,8 +57,8 @@ class QueuedRollout:
         """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
         batches = self._queue.from_oldest(batch)
         self._complete(batches, version, finished)
-        turns = self._columns_of(batches[0])
-        return self._queue.finished(batch, **self._special_ids).union(turns)
+        turns = self.columns_of(batches[0])
+        return self._queue.finished(batch, **self.special_ids).union(turns)
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``."""
@@ -86,6 +86,6 @@ class QueuedRollout:
         """Generate until the first of ``batches`` is complete."""
         raise NotImplementedError
 
-    def _columns_of(self, batch: InFlight) -> DataProto:
+    def columns_of(self, batch: InFlight) -> DataProto:
         """Return what else is known of the samples of a batch that is complete."""
         return DataProto() if self._episodes is None else self._episodes.columns(batch)

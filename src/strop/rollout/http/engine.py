@@ -108,8 +108,8 @@ class HTTPRollout(QueuedRollout):
             episodes=Episodes.of(spec, end_ids),
         )
 
-    def _columns_of(self, batch: InFlight) -> DataProto:
-        found = super()._columns_of(batch)
+    def columns_of(self, batch: InFlight) -> DataProto:
+        found = super().columns_of(batch)
         if batch.prompts.meta_info.get("mode", "train") == "train":  # what came since the last iteration
             found.meta_info["rollout_metrics"] = self._pool.take_counts()
         return found
