@@ -10,8 +10,6 @@ from pathlib import Path
 
 import openai
 
-from tool_demo import calls, right
-
 HERE = Path(__file__).parent
 TOOL = {"name": "look_up", "description": "Return the number behind a number.", "parameters": {
     "type": "object", "required": ["word"], "properties": {

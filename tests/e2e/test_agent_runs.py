@@ -22,7 +22,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    return agent_programs.write(lookup_task.make(tmp_path_factory.mktemp("inputs")))
+    return agent_programs.write(lookup_task.make(tmp_path_factory.mktemp("inputs"), steps=100))
 
 
 def _trained(inputs: Path, run: Path, *extra: str, program: str = "") -> tuple[dict, list]:
@@ -42,7 +42,7 @@ def _trained(inputs: Path, run: Path, *extra: str, program: str = "") -> tuple[d
     return found, kept
 
 
-@pytest.mark.parametrize("program", ["openai", "curl"])
+@pytest.mark.parametrize("program", ["openai", pytest.param("curl", marks=pytest.mark.slow)])
 def test_a_program_trains_the_weights_of_the_environment_that_it_mirrors(inputs, tmp_path, program):
     if program == "curl" and not (shutil.which("curl") and shutil.which("jq")):
         pytest.skip("curl and jq are not installed")
