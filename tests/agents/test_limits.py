@@ -335,3 +335,22 @@ def test_a_module_that_raises_when_it_is_loaded_ends_the_run_with_its_error(tmp_
             require_samples(played.play())
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def _names_its_process(base_url):
+    import os
+
+    import openai
+
+    openai.OpenAI(base_url=base_url, api_key="x").chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "Hi"}]
+    )
+    return str(os.getpid())
+
+
+def test_batches_share_a_process_also_if_it_has_waited():
+    with agents(_names_its_process) as played:
+        first = json.loads(played.play().non_tensor_batch["conversation"][0])["response"]
+        time.sleep(2.5)
+        second = json.loads(played.play().non_tensor_batch["conversation"][0])["response"]
+    assert first == second

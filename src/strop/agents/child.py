@@ -91,7 +91,8 @@ async def _serve(function: Function | None, command: str, messages: Any, answers
 
     async def beat() -> None:
         while True:
-            send(answers, {"token": "", "begun": True})
+            if running:  # else nobody reads
+                send(answers, {"token": "", "begun": True})
             await asyncio.sleep(1)
 
     threading.Thread(target=read, daemon=True).start()

@@ -150,7 +150,7 @@ class _Process:
         self._n_left = 0
         """Programs that were ended, and whose threads may go on."""
         self._heard_at = 0.0
-        """Time of the last line of the process, which writes one in a second."""
+        """Time of the last line of the process, which writes one in a second while programs run."""
         self._open, self.is_ending = True, False
         self._thread = threading.Thread(target=self._run, name="strop-agents", daemon=True)
         self._thread.start()
@@ -212,7 +212,7 @@ class _Process:
                 self._child.lane.post(pickle.dumps((name, None)))
             return
         self._running[name] = ended
-        if self._child is None or (len(self._running) == 1 and self._child.is_gone()):
+        if self._child is None or (len(self._running) == 1 and not self._child.is_alive()):
             self._drop()
             self._child = Child(
                 self._setup,
