@@ -272,10 +272,6 @@ class ChatFormat:
         """Return the text of an answer without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def is_stop(self, token: int) -> bool:
-        """Return True if a token ends an answer."""
-        return token in self._stops
-
     def read(self, request: Asked, before: Sequence[int], ids: Sequence[int]) -> Said:
         """Return the answer of ``ids`` that follow the ids ``before``."""
         text = self.text(ids)

@@ -75,7 +75,7 @@ class Node:
 
 
 class Session:
-    """What the program of one sample has asked and got."""
+    """The requests of one sample's program, and their answers."""
 
     def __init__(
         self,

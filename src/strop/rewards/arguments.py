@@ -146,7 +146,7 @@ class Played(NamedTuple):
 
     @property
     def last_turn(self) -> str:
-        """What an agent program returned, or the text of the last turn."""
+        """The text that an agent program returned, or that of the last turn."""
         if self.response is not None:
             return self.response
         return self.turns[-1].text if self.turns else ""

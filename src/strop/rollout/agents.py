@@ -73,11 +73,6 @@ class _Play:
     since: float = 0.0
     """Time since which its program computes; 0: the program waits."""
 
-    @property
-    def waits(self) -> bool:
-        """True if the program waits for an answer, or runs no more."""
-        return self.state != "running" or bool(self.session.open)
-
     def look(self, now: float) -> float:
         """Return the seconds that its program has taken by itself."""
         is_own = self.has_begun and self.state == "running" and not self.session.open
@@ -361,7 +356,7 @@ class AgentRollout:
     def _wave(self, batches: Sequence[_Batch], version: int, generate: Wave) -> None:
         """Sample the open nodes; those of the first batch to their ends."""
         with self._changed:
-            waves = [_Wave.of(batch, number == 0) for number, batch in enumerate(batches)]
+            waves = [_Wave.of(batch) for batch in batches]
             waves = [wave for wave in waves if wave.nodes]
         contexts: dict[tuple[int, ...], Tensor] = {}
         flights = [wave.in_flight(self._pad_id, contexts) for wave in waves]
@@ -431,19 +426,18 @@ class _Wave:
     """Nodes of a batch that are sampled together, in an order without arrival."""
 
     batch: _Batch
-    is_first: bool
     nodes: list[tuple[_Play, Node]]
     limits: list[int]
 
     @classmethod
-    def of(cls, batch: _Batch, is_first: bool) -> _Wave:
+    def of(cls, batch: _Batch) -> _Wave:
         """Collect the open nodes of a batch."""
         nodes, limits = [], []
         for play in batch.plays:
             ordered = play.session.begin(play.session.open)
             nodes += [(play, node) for node in ordered]
             limits += play.session.limits(ordered)
-        return cls(batch, is_first, nodes, limits)
+        return cls(batch, nodes, limits)
 
     def in_flight(self, pad_id: int, contexts: dict[tuple[int, ...], Tensor]) -> InFlight:
         """Return the nodes as samples; equal contexts are one tensor."""
