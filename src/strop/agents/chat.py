@@ -5,7 +5,6 @@ Messages are compared in a canonical form, without what clients add, drop or for
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.data.bridge import Bridge, Call
 from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
-from strop.data.tool_calls import find_parser, require_schemas
+from strop.data.tool_calls import find_parser, opens_thinking, require_schemas
 from strop.environments.loading import load_object
 from strop.errors import ConfigError, ModelError
 
@@ -183,7 +182,7 @@ def split_thinking(text: str, prompt_end: str = "") -> tuple[str, str]:
 
     ``prompt_end``: text before the answer, which may have opened the block.
     """
-    if prompt_end.rfind("<think>") > prompt_end.rfind("</think>"):
+    if opens_thinking(prompt_end):
         text = f"<think>{text}"
     found = _THOUGHT.match(text)
     return (found[1].strip(), found[2] or "") if found else ("", text)
@@ -194,10 +193,7 @@ class ChatFormat:
 
     def __init__(self, config: Config, tokenizer: Any, stop_ids: Sequence[int], parser: str = "auto") -> None:
         """``stop_ids`` end an answer, besides those of the configuration."""
-        data = config.data
-        self.how = PromptFormat(
-            **{key.name: getattr(data, key.name) for key in dataclasses.fields(PromptFormat)}
-        )
+        self.how = PromptFormat.of(config.data)
         self._tokenizer, self._parser_name = tokenizer, parser
         self._stops = [*stop_ids, *config.actor_rollout_ref.rollout.stop_token_ids]
         self._bridges: dict[str, Bridge] = {}

@@ -11,7 +11,7 @@ import ast
 import contextlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from strop.data.control_tokens import PromptError, control_tokens, is_escaped
@@ -38,6 +38,11 @@ class PromptFormat:
     """Variables of the chat template, such as ``enable_thinking``."""
     allow_special_tokens: bool = False
     """Encode control tokens in texts as control tokens."""
+
+    @classmethod
+    def of(cls, data: Any) -> PromptFormat:
+        """Read the section ``data`` of a configuration."""
+        return cls(**{key.name: getattr(data, key.name) for key in fields(cls)})
 
     def is_chat(self, tokenizer: Any, *, is_text: bool) -> bool:
         """Return True if the chat template renders the prompts; ``is_text``: they are plain strings."""

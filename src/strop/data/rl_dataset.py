@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -282,8 +281,7 @@ def create_rl_dataset(
 def prompt_options(data_config: Any) -> dict[str, Any]:
     """Return the arguments that ``config.data`` has for every data set of prompts."""
     names = ("prompt_key", "tools_key", "max_prompt_length", "truncation", "num_workers", "cache_dir")
-    how = PromptFormat(**{key.name: getattr(data_config, key.name) for key in fields(PromptFormat)})
-    return {"how": how, **{name: getattr(data_config, name) for name in names}}
+    return {"how": PromptFormat.of(data_config), **{name: getattr(data_config, name) for name in names}}
 
 
 def prompts_in_words(

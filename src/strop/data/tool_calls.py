@@ -202,7 +202,7 @@ def _reading(template: Mapping[str, Any]) -> Parser:
     from transformers.utils.chat_parsing import parse_response  # seconds
 
     def parse(text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
-        opened = "<think>" if _opens_thinking(prompt_end) else ""
+        opened = "<think>" if opens_thinking(prompt_end) else ""
         known: Any = list(tools) or None  # whose types values in tags are cast to
         try:
             found = parse_response(text, dict(template), prefix=_START + opened, tools=known)
@@ -233,7 +233,8 @@ def _calling(function: Callable[[str], Any]) -> Parser:
     return parse
 
 
-def _opens_thinking(prompt_end: str) -> bool:
+def opens_thinking(prompt_end: str) -> bool:
+    """Return True if a text ends within a think block."""
     return prompt_end.rfind("<think>") > prompt_end.rfind("</think>")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -41,9 +40,7 @@ class TurnFormat:
         data, self._settings, self._tokenizer = config.data, config.environment, tokenizer
         self._prompt_key, self.pad_token_id = data.prompt_key, tokenizer.pad_token_id
         self._truncation = data.truncation
-        self._how = PromptFormat(
-            **{key.name: getattr(data, key.name) for key in dataclasses.fields(PromptFormat)}
-        )
+        self._how = PromptFormat.of(data)
         stops = [*stop_ids, *config.actor_rollout_ref.rollout.stop_token_ids]
         self._stop_ids = set(stops)
         role = self._settings.answer_role
