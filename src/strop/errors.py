@@ -23,7 +23,7 @@ from traceback import StackSummary, TracebackException
 from typing import Any, Self
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_CUT_OFF = r"unexpected pos \d+|only \d+ of \d+ bytes written"
+_CUT_OFF = r"unexpected pos \d+|only \d+ of \d+ bytes written|iostream error"
 _TOGETHER_S = 0.5
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
@@ -136,7 +136,9 @@ def write_failure(error: BaseException, where: str | Path = "") -> str:
     position that it did not expect.
     """
     text = " ".join(str(error).split())
-    found = re.search(r"(?:^|[\s=])(/.*)", str(getattr(error, "filename", None) or where), re.DOTALL)
+    # a copy names its source first
+    named = getattr(error, "filename2", None) or getattr(error, "filename", None) or where
+    found = re.search(r"(?:^|[\s=])(/.*)", str(named), re.DOTALL)
     place = Path(found[1] if found else ".")
     while not os.path.exists(place):  # not Path.exists, which raises without permission
         place = place.parent

@@ -104,7 +104,12 @@ def set_dtype(folder: Path, dtype: torch.dtype, values: dict[str, Any] | None = 
 
 def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a tokenizer's files: those of the folder that it was read from, as they are there."""
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error  # of a write of the tokenizers package
     source = Path(tokenizer.name_or_path)
     if not tokenizer.name_or_path or not (source / _TOKENIZER).is_file():  # of a GGUF file, for example
         values = json.loads((folder / _TOKENIZER).read_text())
