@@ -211,7 +211,7 @@ def test_both_processes_of_a_server_are_sent_the_weights(inputs, weights):
     rollout.update_weights(weights)
     assert rollout.checksums() == checksums(weights, torch.float32)
     assert counts(rollout)["weights/bytes"] == 2 * os.stat(rollout._pool.sealed.path).st_size
-    rollout._closing()
+    rollout._thread.close()
 
 
 def test_a_killed_run_leaves_nothing(inputs, tmp_path):
