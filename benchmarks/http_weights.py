@@ -102,7 +102,7 @@ def measure(name: str, servers: int, rounds: int) -> list[str]:
                 if number == 0:
                     expected = checksums(model.named_parameters(), torch.float32)
                     require_equal_checksums(expected, rollout.checksums(), 0)
-        rollout._closing()
+        rollout._thread.close()
     rows = []
     for way, times in found.items():
         middle = [statistics.median(column) for column in zip(*times[1:], strict=True)]

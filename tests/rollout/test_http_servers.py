@@ -365,7 +365,33 @@ def test_a_run_ahead_does_not_depend_on_servers(inputs, tmp_path, run_ahead):
 
 
 def test_a_killed_run_goes_on_with_other_servers(inputs, tmp_path, run_ahead):
-    options = (*AHEAD, *PLAN, "trainer.save_freq=2")
+    assert hashes_after_a_kill(inputs, tmp_path, *AHEAD) == run_ahead[0]
+
+
+@pytest.mark.parametrize("more", [TURNS, (*APART, *TURNS)], ids=["0", "1"])
+def test_a_killed_run_with_turns_goes_on_with_other_servers(inputs, tmp_path, runs_in_process, more):
+    options = (*SMALL, *more, f"environment.path={inputs / 'replies.py'}:Replies")
+    if more not in runs_in_process:
+        vllm = "actor_rollout_ref.rollout.name=vllm"
+        runs_in_process[more] = run_of(inputs, tmp_path / "vllm", *options, vllm)
+    assert hashes_after_a_kill(inputs, tmp_path / "http", *options, *HTTP) == runs_in_process[more][0]
+
+
+@pytest.mark.parametrize("group", ["local", "ray"])
+def test_weights_are_broadcast_from_a_pool_of_its_own(inputs, tmp_path, runs_in_process, group, request):
+    options = (*SMALL, *APART, f"trainer.worker_group={group}")
+    if APART not in runs_in_process:
+        vllm = "actor_rollout_ref.rollout.name=vllm"
+        runs_in_process[APART] = run_of(inputs, tmp_path / "vllm", *SMALL, *APART, vllm)
+    if group == "ray":
+        request.getfixturevalue("ray_session")
+    broadcast = "actor_rollout_ref.rollout.weight_transfer=broadcast"
+    assert run_of(inputs, tmp_path / "http", *options, *HTTP, broadcast)[0] == runs_in_process[APART][0]
+
+
+def hashes_after_a_kill(inputs, tmp_path, *options):
+    """Kill a run on one server after its first checkpoint, and return the hashes of its resume on two."""
+    options = (*options, *PLAN, "trainer.save_freq=2")
     with forked.start(train, overrides(inputs, tmp_path, *options, ONE)) as child:
         deadline = time.monotonic() + 400
         while not (tmp_path / "latest_checkpointed_iteration.txt").exists():
@@ -374,8 +400,9 @@ def test_a_killed_run_goes_on_with_other_servers(inputs, tmp_path, run_ahead):
             time.sleep(0.1)
         child.kill()
     trainer = train(overrides(inputs, tmp_path, *options))
-    assert hashes(trainer) == run_ahead[0]
+    found = hashes(trainer)
     trainer.shutdown()
+    return found
 
 
 @pytest.fixture(scope="module")
