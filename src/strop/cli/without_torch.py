@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +48,16 @@ class _LazyTorch(ModuleType):
         return getattr(importlib.import_module("torch"), name)
 
 
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Generator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
 def leave_out_torch() -> None:
     """Import torch when it is first used, and transformers as if it were missing.
 
@@ -55,9 +68,13 @@ def leave_out_torch() -> None:
     sys.modules["torch"] = None  # ty: ignore[invalid-assignment] - the documented sign of a missing module
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
     try:
-        from transformers.utils import is_torch_available
-
-        is_torch_available()  # cached
+        # reads the files of every installed package, for those whose import has another name
+        with _replaced(importlib.metadata, "packages_distributions", dict):
+            from transformers.utils import import_utils
+        import_utils.is_torch_available()  # cached
+        # reads the files of all models, for names that the import of transformers has found in them
+        with _replaced(import_utils, "define_import_structure", lambda _: {}):
+            importlib.import_module("transformers.models")
     finally:
         del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
     spec = importlib.util.find_spec("torch")
