@@ -266,3 +266,11 @@ def test_layouts_are_remembered_up_to_a_number_of_tokens(monkeypatch):
     assert packed.packing(batches[0]) is not layouts[0]
     monkeypatch.setattr(prompts_once, "_REMEMBERED", 0)  # one that is too large is remembered alone
     assert packed.packing(batches[1]) is packed.packing(batches[1])
+
+
+def test_layouts_of_short_rows_are_forgotten_after_a_number_of_them(monkeypatch):
+    monkeypatch.setattr(prompts_once, "_LAYOUTS", 2)
+    packed, _ = families.pair("actor", "Qwen2")
+    for length in range(1, 6):
+        packed.packing(families.samples([(5, [length])]))
+    assert len(prompts_once._recent) == 2

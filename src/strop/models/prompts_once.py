@@ -29,6 +29,8 @@ from strop.models.passes.shared_prompts import SharedPrompts
 
 _REMEMBERED = 1 << 19
 """Tokens of the layouts that are remembered, padding included: 40 MB, of which 16 MB are on the device."""
+_LAYOUTS = 128
+"""Number of them: those of short rows, never used again, would fill the 40 MB over hundreds of steps."""
 _recent: OrderedDict[tuple[bytes, tuple[int, ...], int, torch.device], PromptsOnce] = OrderedDict()
 _one_thread = Lock()
 
@@ -75,7 +77,8 @@ class PromptsOnce(Packing):
         """Return the layout of a micro-batch; with ``with_last`` the last token of each response is computed.
 
         Passes over the same samples share it, by policy, critic and reference and in all epochs, as long as
-        their micro-batches are cut alike and the layouts since then had fewer than ``_REMEMBERED`` tokens.
+        their micro-batches are cut alike and there were fewer than ``_LAYOUTS`` since then, of fewer than
+        ``_REMEMBERED`` tokens.
         """
         mask_BL, width = on_cpu(batch, "attention_mask").bool(), prompt_width(batch)
         if not with_last:
@@ -87,7 +90,9 @@ class PromptsOnce(Packing):
         with _one_thread:
             layout = _recent.pop(key, None) or cls(mask_BL, torch.tensor(firsts), width, key[-1])
             _recent[key] = layout  # the newest are the last
-            while len(_recent) > 1 and sum(len(mask) for mask, *_ in _recent) > _REMEMBERED:
+            while len(_recent) > _LAYOUTS or (
+                len(_recent) > 1 and sum(len(mask) for mask, *_ in _recent) > _REMEMBERED
+            ):
                 _recent.popitem(last=False)
         return layout
 
