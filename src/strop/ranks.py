@@ -42,7 +42,7 @@ def total(figures: dict[str, float], device: torch.device) -> dict[str, float]:
     names = sorted(figures)
     sums = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
-    return {name: float(figure) for name, figure in zip(names, sums, strict=True)}
+    return dict(zip(names, sums.tolist(), strict=True))
 
 
 def gathered(value: str) -> list[str]:

@@ -174,7 +174,7 @@ def require_no_tree(batch: DataProto, setting: str, remedy: str) -> None:
 
 
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:
-    """Concatenate the outputs of micro-batches in the batch's order and width."""
+    """Concatenate the outputs of micro-batches in the batch's order and width, on the CPU."""
     # the inverse of the permutation that split made
     order = torch.argsort(torch.cat(rows))
     whole = {}
@@ -186,5 +186,5 @@ def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width:
                 missing = tensor.new_zeros(len(tensor), response_width - tensor.shape[1], *tensor.shape[2:])
                 tensor = torch.cat([tensor, missing], dim=1)
             widened.append(tensor)
-        whole[name] = torch.cat(widened)[order]
+        whole[name] = torch.cat(widened).cpu()[order]  # indices on the CPU would be copied to a GPU first
     return whole

@@ -291,7 +291,7 @@ class TorchEngine:
                 pieces.append({name: out if out.dim() < 3 else out.cpu() for name, out in found.items()})
         reshard(self.module)
         width = batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
-        restored = {name: tensor.cpu() for name, tensor in restore(pieces, rows, width).items()}
+        restored = restore(pieces, rows, width)
         self._offload.park_parameters()
         return restored
 
@@ -322,8 +322,10 @@ class TorchEngine:
                 for name, metric in {"loss": value, **metrics}.items():
                     # summed on the device: float() would wait for the GPU in every micro-batch
                     totals[name] = totals.get(name, 0.0) + metric.detach().double()
-        # parameters stay on the device for optimizer_step, which parks them
-        found = ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
+        # parameters stay on the device for optimizer_step, which parks them; one read, which waits for a GPU
+        figures = torch.cat([figure.reshape(1).to(self.device) for figure in totals.values()]).cpu()
+        found = {name: figure * counts for name, figure in zip(totals, figures.tolist(), strict=True)}
+        found = ranks.total(found, self.device)
         return found if routers is None else found | routers.end()
 
     def agree(self, value: Any) -> Any:

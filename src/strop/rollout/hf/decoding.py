@@ -27,6 +27,9 @@ _PREFILL_TOKENS = 8192
 _COMPACT_BELOW = 0.9
 """Finished rows are dropped once this share or less is unfinished: copying the cache costs about one step."""
 
+_LOOK_EVERY = 8
+"""Steps from one look at stop ids to the next on a GPU, which waits for it; on a CPU every step has one."""
+
 
 @dataclass(frozen=True)
 class Contexts:
@@ -128,7 +131,8 @@ def decode(
     active_R = torch.ones(total, dtype=torch.bool, device=device)
     awaited_R = rows_R < awaited
     positions_R1 = contexts.position_ids[contexts.of_row, -1:]
-    step, left = 0, awaited
+    step, looked, left = 0, 0, awaited
+    every = 1 if device.type == "cpu" else _LOOK_EVERY
     with decoding_attention(model):
         while True:
             uniforms_R = None if uniforms_TR is None else uniforms_TR[step].index_select(0, rows_R)
@@ -137,12 +141,14 @@ def decode(
             log_probs_TR[step].index_copy_(0, rows_R, step_log_probs_R)
             step += 1
             keep = None
-            # int() waits for the device, so without stop ids only steps at which a limit ends are examined
             if len(stop_ids_S) or step in cuts:
                 active_R &= (tokens_R[:, None] != stop_ids_S).all(1) & (limits_R[rows_R] > step)
+            # int() waits for the device, so without stop ids only steps at which a limit ends are examined
+            if step in cuts or (len(stop_ids_S) and step % every == 0):
                 before, left = left, int((active_R & awaited_R).sum())
                 if advanced is not None:
-                    advanced(before - left, before)
+                    advanced(before - left, before * (step - looked))
+                looked = step
                 if left == 0:
                     break
                 active = left if awaited == total else int(active_R.sum())
@@ -158,6 +164,8 @@ def decode(
             logits_RV = _last_logits(
                 model, tokens_R[:, None], cache.next_column(keep), positions_R1, past_key_values=cache
             )
+    if every > 1:  # the last awaited row ended before the look: the others keep what they had by then
+        step = int(_ends(tokens_TR[:step].T, limits_R, stop_ids_S)[0][:awaited].max())
     tokens_RT = tokens_TR[:step].T.contiguous()
     lengths_R, stopped_R = _ends(tokens_RT, limits_R, stop_ids_S)
     if kept is not None:
