@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,21 +276,42 @@ def test_a_cpu_computes_in_blocks(monkeypatch):
     assert not output_layer._has_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capped", [False, True])
+def spilled(capability: int, ptx: str, folder: Path) -> int:
+    """Bytes that a thread stores to memory for want of registers, as ptxas counts them."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    (folder / "kernel.ptx").write_text(ptx)
+    architecture = re.search(r"\.target (sm_\w+)", ptx)[1]
+    command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", "kernel.ptx", "-o", "cubin"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
+
+
 @pytest.mark.parametrize(
-    ("capability", "shared_kib", "instruction"),
-    [(80, 163, "mma.sync"), (89, 99, "mma.sync"), (90, 227, "wgmma")],
+    ("capability", "shared_kib", "instruction", "capped", "most_spilled"),
+    [
+        (90, 227, "wgmma", False, 8),
+        pytest.param(90, 227, "wgmma", True, 0, marks=pytest.mark.slow),
+        pytest.param(80, 163, "mma.sync", False, 128, marks=pytest.mark.slow),
+        pytest.param(80, 163, "mma.sync", True, 0, marks=pytest.mark.slow),
+        pytest.param(89, 99, "mma.sync", False, 0, marks=pytest.mark.slow),
+        pytest.param(89, 99, "mma.sync", True, 0, marks=pytest.mark.slow),
+        pytest.param(100, 227, "tcgen05.mma", False, 0, marks=pytest.mark.slow),
+        pytest.param(100, 227, "tcgen05.mma", True, 1400, marks=pytest.mark.slow),  # of the bias's sums
+    ],
 )
-def test_the_kernels_compile_for_gpus(monkeypatch, capability, shared_kib, instruction, capped):
-    """As they are launched with bfloat16; needs no GPU."""
+def test_the_kernels_compile_for_gpus(
+    monkeypatch, tmp_path, capability, shared_kib, instruction, capped, most_spilled
+):
+    """As they are launched with bfloat16, without a GPU; memory and registers are enough for their tiles."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
     from strop.algorithms import output_kernel
 
-    tile = output_kernel.tile_of(torch.bfloat16, shared_kib << 10)
+    tile = output_kernel.tile_of(torch.bfloat16, shared_kib << 10, plain=not capped)
     for kernel in (output_kernel._sum_words, output_kernel._differentiate_words):
         constants = output_kernel._constants(1536, capped, capped, tile, interpreted=False)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
@@ -312,12 +335,13 @@ def test_the_kernels_compile_for_gpus(monkeypatch, capability, shared_kib, instr
             attrs={
                 places[name]: [["tt.divisibility", 16]]
                 for name in signature
-                if signature[name].startswith("*")
+                if signature[name].startswith("*") or name in ("hidden_size", "n_words")
             },
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert compiled.metadata.shared <= shared_kib << 10
         assert instruction in compiled.asm["ptx"]
+        assert spilled(capability, compiled.asm["ptx"], tmp_path) <= most_spilled
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ calls of torch.mm: that is faster than a fused kernel for each of the two produc
 logits once more. A kernel of both at once would need atomic additions, because the hidden states' sums (H
 numbers a token) do not fit into registers, and their order and result would vary from run to run.
 
+A loss that computes gradients of its chunks in the forward pass (Liger's) has 3 products in place of 4. It is
+better where a batch has one update, no other use of log-probs, and no gradient of the entropy: the gradient
+with respect to a log-prob has to be known before the log-probs of other chunks are.
+
 Tiles and splits do not depend on N, so neither do a token's sums over a split.
 """
 
@@ -72,7 +76,7 @@ def partial_sums(
     (n_tokens, hidden), n_words = hidden_NH.shape, len(weight_VH)
     n_splits = max(triton.cdiv(n_words, WORDS), 1)  # a rank may have no words
     sums_4SN = torch.empty(4, n_splits, n_tokens, device=hidden_NH.device)
-    tile = _tile(hidden_NH)
+    tile = _tile(hidden_NH, bias_V is None and not factors.is_capped)
     if sums_4SN.numel():
         with torch.cuda.device_of(hidden_NH):
             _sum_words[(triton.cdiv(n_tokens, tile.tokens), n_splits)](
@@ -105,7 +109,7 @@ def logit_gradient(
     the numbers before they are rounded to it; None unless ``with_column_sums``.
     """
     (n_tokens, n_words), hidden = out_Nv.shape, hidden_NH.shape[1]
-    tile = _tile(hidden_NH)
+    tile = _tile(hidden_NH, bias_v is None and not factors.is_capped)
     blocks = triton.cdiv(n_tokens, tile.tokens)
     columns_Bv = torch.empty(blocks, n_words, device=out_Nv.device) if with_column_sums else None
     if out_Nv.numel():
@@ -121,20 +125,25 @@ def logit_gradient(
     return columns_Bv.sum(0) if columns_Bv is not None else None
 
 
-def _tile(hidden_NH: Tensor) -> _Tile:
+def _tile(hidden_NH: Tensor, plain: bool) -> _Tile:
     if not hidden_NH.is_cuda:
         return _INTERPRETED
     device = torch.cuda.get_device_properties(hidden_NH.device)
     shared_memory = getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block)
-    return tile_of(hidden_NH.dtype, shared_memory)
+    return tile_of(hidden_NH.dtype, shared_memory, plain=plain)
 
 
-def tile_of(dtype: torch.dtype, shared_memory: int) -> _Tile:
-    """Choose by dtype and bytes of shared memory, never by timing, whose choices would change results."""
+def tile_of(dtype: torch.dtype, shared_memory: int, *, plain: bool) -> _Tile:
+    """Choose by dtype and bytes of shared memory, never by timing, whose choices would change results.
+
+    ``plain``: without bias and soft cap, which need registers; ptxas would spill 0.8 to 1.1 KB of a thread.
+    """
     if dtype == torch.float32:
         return _Tile(64, 64, 32, 4, 3)
-    # three steps of the operands: 144 KiB (A100, H100, B200), or 48 KiB
-    return _Tile(128, 256, 64, 8, 3) if shared_memory >= 160 << 10 else _Tile(128, 128, 32, 8, 3)
+    # three steps of the operands: 144 or 96 KiB (A100, H100, B200), or 48 KiB
+    if shared_memory >= 160 << 10:
+        return _Tile(128, 256 if plain else 128, 64, 8, 3)
+    return _Tile(128, 128, 32, 8, 3)
 
 
 def _constants(
