@@ -131,16 +131,29 @@ def test_a_nan_in_any_tensor_and_infinity_are_wrong(monkeypatch, tmp_path):
 
 def test_it_needs_no_package_beside_torch_and_transformers():
     """strop's other packages may be missing where a GPU is lent."""
-    done = forked.run(_import_without, ["pydantic", "pyarrow", "ray", "vllm", "rich"])
+    absent = ["pydantic", "hydra", "omegaconf", "pyarrow", "ray", "vllm", "rich"]
+    done = forked.run(_measure_without, absent)
     assert done.returncode == 0, done.stderr
+    *lines, vllm = json.loads(done.stdout.splitlines()[-1])
+    phases = ["generation (hf)", "log-probs", "log-probs", "update", "update", "floor: transformers' update"]
+    assert [line["phase"] for line in lines if line.get("s")] == phases, lines
+    assert vllm["note"] == "not run: not installed"
 
 
-def _import_without(absent: list[str]) -> None:
+def _measure_without(absent: list[str]) -> None:
+    """Print the lines of the tiny model."""
     for module in list(sys.modules):
         if module.partition(".")[0] in ("strop", "gpu", *absent):
             del sys.modules[module]
     sys.modules.update(dict.fromkeys(absent))
-    importlib.import_module("gpu")
+    gpu = importlib.import_module("gpu")
+    clock, lines = gpu.Clock(gpu.torch.device("cpu"), math.inf), []
+    case = gpu.Case("tiny", gpu.SIZES["tiny"], clock, 1.0, gpu.Table(lines))
+    case.inference()
+    case.update("update", case.batches)
+    case.floor()
+    case.vllm()
+    print(json.dumps(lines))
 
 
 def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch, capsys):

@@ -44,7 +44,7 @@ def roles(family: str, **critic: Any) -> list[Any]:
 
 
 def step(models: list[Any], batch: families.Columns, dtype: torch.dtype | None) -> None:
-    for model in models:
+    for model in filter(None, models):
         with low_precision(model, dtype):
             with torch.no_grad():
                 model.eval().figures(batch)
@@ -65,6 +65,21 @@ def test_the_roles_of_a_family_stay_compiled(graphs, family, critic):
         numbers.append(graphs["unique_graphs"])
     assert numbers == numbers[:1] * len(STEPS)
     assert numbers[0] > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_new_lengths_compile_nothing_again(graphs, checkpointing):
+    """Six rounds; the first two see a length, and that it changes."""
+    model = PolicyModel(families.model("Qwen2"), packed=True)
+    if checkpointing:
+        model.enable_gradient_checkpointing(selective=False)
+    model.compile_layers()
+    numbers = []
+    for length in (5, 9, 14, 20, 27, 35):
+        step([None, model], families.samples([(length, [length // 2, 3]), (3, [length, 1, 2])]), None)
+        numbers.append(graphs["unique_graphs"])
+    assert numbers == numbers[:1] * 6
 
 
 def test_attention_is_kept_out_of_graphs_once():

@@ -378,3 +378,22 @@ def test_an_engine_says_once_that_its_samples_depend_on_batching(policies, tmp_p
     assert rollout._seed_per_sample is not told  # on a CPU
     lines = [record.getMessage() for record in caplog.records if "seed_per_sample" in record.getMessage()]
     assert lines == [Message("seed_per_sample=False", "other samples", "strop docs generation")] * told
+
+
+@pytest.mark.slow
+def test_asynchronous_scheduling_keeps_each_token_with_its_version(policies, tmp_path, monkeypatch):
+    """On a GPU vLLM schedules a step before it has the last one's tokens; on a CPU it does not by itself."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    configure = CpuPlatform.check_and_update_config.__func__
+
+    def asynchronous(cls, config):
+        configure(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(asynchronous))
+    ahead = rollout_of(policies[0], tmp_path)
+    assert type(ahead._llm.llm_engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
+    answers = run(ahead, policies)
+    require_log_probs_of_their_versions(answers, policies)
+    assert equal(run(ahead, policies), answers)
