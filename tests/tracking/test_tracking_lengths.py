@@ -123,7 +123,7 @@ def test_a_run_shows_the_lengths_and_survives_a_picture_that_fails(tmp_path, cap
     events.Reload()
     (image,) = events.Images("data/token_lengths")
     assert (image.height, image.width) == picture.shape[:2]
-    assert image.step == 0
+    assert image.step == 1
 
     def no_font(columns, folder):
         raise OSError("no font")

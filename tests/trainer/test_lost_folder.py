@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -107,8 +106,7 @@ def test_the_run_stops_and_writes_nothing_more(inputs, tmp_path, monkeypatch, ca
         folder, run, "trainer.save_freq=1", f"trainer.logger=[{__name__}:Harm]", *extra
     )
     options += ["trainer.total_training_steps=3", "trainer.test_freq=-1"]
-    with mock.patch("strop.trainer.loop.draw_lengths"):  # a thread, which may still draw
-        status = main([command, *options])
+    status = main([command, *options])
     assert status == 2
     error = capsys.readouterr().err
     assert mentions(error, f"trainer.default_local_dir={run}", ".lock", "iteration")

@@ -8,7 +8,6 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ class Run(ABC):
         self._whole: dict[str, Any] | None = None  # the state after the last iteration, while models have it
         self._interrupts: HeldInterrupts | None = None
         self.publication: Publication | None = trainer.publication
-        self._lengths_figure: Future[Path] | None = None
+        self._lengths: list[ColumnLengths] = []
 
     def fit(self, on_step: OnStep | None = None) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
@@ -86,6 +85,7 @@ class Run(ABC):
                 progress = self.trainer.progress.shown(self.tracking.log_progress)
                 with self.tracking, progress, self._saved_if_interrupted():
                     self.iterate()
+                    self._draw_lengths()
             self._log_next_steps()
             self._publish()
 
@@ -156,7 +156,6 @@ class Run(ABC):
         if settings.val_only or (settings.val_before_train and first and trainer.val_loader is not None):
             metrics = self.validate()
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
-            self._log_lengths_figure()
         if settings.val_only:
             return
         self.mark()
@@ -171,7 +170,6 @@ class Run(ABC):
                 crash_point("log", trainer.global_step)
                 self.tracking.log(trainer.global_step, metrics)
                 self.mark()
-                self._log_lengths_figure()
                 self.checkpoints.poll()
                 is_due = self.is_due(settings.save_freq)
                 if is_due or self.checkpoints.is_time(last=trainer.global_step == trainer.total_steps):
@@ -294,25 +292,20 @@ class Run(ABC):
         self.seconds_before = float(state["seconds"])
 
     def _show_lengths(self) -> None:
-        """Show the token lengths of the data sets, and start to draw them in a thread.
+        """Show the token lengths of the data sets."""
+        self._lengths = token_lengths({"train": self.trainer.train_loader, "val": self.trainer.val_loader})
+        if self._lengths:
+            self.tracking.log_lengths(self.trainer.global_step, self._lengths)
 
-        matplotlib takes a second to import and to draw, which the first iteration need not wait for.
+    def _draw_lengths(self) -> None:
+        """Draw the token lengths, also for the trackers; failing to draw is a warning.
+
+        At the end: matplotlib takes a second, and a thread that drew meanwhile slowed the first generation.
         """
-        columns = token_lengths({"train": self.trainer.train_loader, "val": self.trainer.val_loader})
-        if columns:
-            self.tracking.log_lengths(self.trainer.global_step, columns)
-            in_thread = ThreadPoolExecutor(1, "token lengths")
-            self._lengths_figure = in_thread.submit(draw_lengths, columns, self.folder.path)
-            # the thread ends after this task
-            in_thread.shutdown(wait=False)
-
-    def _log_lengths_figure(self) -> None:
-        """Pass the picture of the token lengths to the trackers, once; failing to draw is a warning."""
-        figure, self._lengths_figure = self._lengths_figure, None
-        if figure is None:
+        if not self._lengths:
             return
         try:
-            path = figure.result()
+            path = draw_lengths(self._lengths, self.folder.path)
         except Exception as error:  # noqa: BLE001 - a full disk, a broken font
             logger.warning("warning: the token lengths could not be drawn (%s)", error)
         else:
