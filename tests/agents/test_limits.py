@@ -246,6 +246,32 @@ def test_limits_end_a_session_whose_program_does_not_expect_them():
     assert json.loads(result.non_tensor_batch["conversation"][0])["turns"][-1]["text"] == "A"
 
 
+def _sets_limits(base_url):
+    """Return how answers end: by themselves, cut by a limit, at a stop text, and within calls."""
+    import json
+
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key="x", max_retries=0)
+    messages, reasons = [{"role": "user", "content": "Hi"}], []
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    options = ({}, {"stop": ["e"]}, {"tools": [tool]}, {"tools": [tool], "max_tokens": 45}, {"max_tokens": 3})
+    for more in options:
+        found = client.chat.completions.create(model="m", messages=messages, **more).choices[0]
+        reasons.append(found.finish_reason)
+    return json.dumps(reasons)
+
+
+def test_an_answer_that_a_limit_cuts_ends_by_length():
+    says = 'Well <tool_call>{"name": "f", "arguments": {}}</tool_call> and more'
+    with agents(_sets_limits, lambda context, seed: says) as played:
+        result = played.play()
+    reasons = json.loads(json.loads(result.non_tensor_batch["conversation"][0])["response"])
+    assert reasons == ["stop", "stop", "tool_calls", "length", "length"]
+    assert _ended(result) == ["length"]
+    assert result.batch["truncated"].tolist() == result.batch["turn_cut"].tolist() == [True]
+
+
 def test_a_batch_without_any_answer_is_an_error_with_its_first_cause():
     def never(base_url):
         raise ConnectionError("service away")

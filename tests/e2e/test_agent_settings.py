@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -52,9 +53,21 @@ def _trained(options: list[str], run: Path) -> tuple[dict, list]:
     return found, [{name: line[name] for name in line if name.startswith(KINDS)} for line in lines]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+CURL = [("async 1", "curl"), ("async 4", "curl")]
+
+
+@pytest.fixture
+def program(request) -> str:
+    if request.param == "curl" and not (shutil.which("curl") and shutil.which("jq")):
+        pytest.skip("curl and jq are not installed")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("name", "program"), [*((name, "openai") for name in SETTINGS), *CURL], indirect=["program"]
+)
 def test_a_program_trains_the_weights_of_the_environment_in_every_setting(
-    inputs, tmp_path, monkeypatch, name, request
+    inputs, tmp_path, monkeypatch, name, program, request
 ):
     if name == "vllm":
         require_vllm()
@@ -73,21 +86,23 @@ def test_a_program_trains_the_weights_of_the_environment_in_every_setting(
             monkeypatch.delenv("NO_PROXY", raising=False)
         options = lookup_task.options(inputs, tmp_path / case, *SMALL, *SETTINGS[name])
         if case != "native":
-            options = agent_programs.of_program(options, inputs, "openai")
+            options = agent_programs.of_program(options, inputs, program)
         found.append(_trained(options, tmp_path / case))
     print(name, found[0][0])  # with -s
     assert found[1][0] == found[2][0]
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("name", ["synchronous", "async 4"])
-def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "program"), [("synchronous", "openai"), ("async 4", "openai"), *CURL], indirect=["program"]
+)
+def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, tmp_path, name, program):
     keys = (*SMALL, *SETTINGS[name], "trainer.save_freq=1", "trainer.total_training_steps=10")
     agent_programs.patience(inputs, 60.0)
     digests = []
     for run, n_kills in ((tmp_path / "undisturbed", 0), (tmp_path / "run", 6)):
         lookup_task.delay(inputs, 0.3 if n_kills else 0.0)
-        options = agent_programs.of_program(lookup_task.options(inputs, run, *keys), inputs, "openai")
+        options = agent_programs.of_program(lookup_task.options(inputs, run, *keys), inputs, program)
         draw, log = random.Random(name), tmp_path / "log"
         for _ in range(n_kills):
             process, before = _started(options, log), _n_lines(run)

@@ -285,20 +285,20 @@ class ChatFormat:
             return Said(content, thinking, (), malformed)
         return Said(turn.content, thinking, turn.calls, "")
 
-    def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> int:
-        """Return how many of ``ids`` there are up to the token that completes a text of ``stop``."""
+    def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> tuple[int, bool]:
+        """Return the number of ``ids`` to the token that completes a text of ``stop``, and True if one does."""
 
         def has(count: int) -> bool:
             text = self.text(ids[:count])
             return any(one in text for one in stop)
 
         if not stop or not has(len(ids)):
-            return len(ids)
+            return len(ids), False
         low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if has(middle) else (middle + 1, high)
-        return low
+        return low, True
 
 
 def digest_of(*parts: Any) -> str:

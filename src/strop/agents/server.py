@@ -169,9 +169,9 @@ def _refused(status: int, message: str) -> web.Response:
 
 
 def _reason(reply: Reply) -> str:
-    if reply.said.calls:
-        return "tool_calls"
-    return "length" if reply.is_cut else "stop"
+    if reply.is_cut:
+        return "length"
+    return "tool_calls" if reply.said.calls else "stop"
 
 
 def _head(body: dict[str, Any], reply: Reply, kind: str) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Node:
     versions: list[int] = field(default_factory=list)
     is_stopped: bool = False
     """The last id is a stop token."""
+    is_cut: bool = False
+    """A limit ended the answer: it has no stop token, and no text of the request's stops."""
     said: Said | None = None
     seen: tuple[str, ...] = ()
     """The request's messages and the answer, in canonical form; nothing before it is there."""
@@ -232,7 +234,8 @@ class Session:
 
     def answer(self, node: Node) -> None:
         """Make an open node, whose ids are complete, an answered one."""
-        count = self._form.cut_at_stop(node.ids, node.asked.stop)
+        count, has_stop = self._form.cut_at_stop(node.ids, node.asked.stop)
+        node.is_cut = not (node.is_stopped or has_stop)
         if count < len(node.ids):
             node.is_stopped = False
             self.n_dropped += len(node.ids) - count
@@ -259,8 +262,9 @@ class Session:
 
     @property
     def is_cut(self) -> bool:
-        """True if an answer has no stop token because no room was left in the row."""
-        return self.size(self.nodes) >= self._room and not all(node.is_stopped for node in self.nodes)
+        """True if a limit ended the last answer, or one that left no room in the row."""
+        cut = [node.is_cut for node in self.ordered if node.is_claimed]
+        return bool(cut) and (cut[-1] or (any(cut) and self.size(self.nodes) >= self._room))
 
     @property
     def ordered(self) -> list[Node]:

@@ -344,10 +344,6 @@ class AgentRollout:
             self._changed.notify_all()
             return play, node, play.futures.get(node)
 
-    def text(self, node: Node) -> str:
-        """Return the whole text of an answer."""
-        return self._form.text(node.ids)
-
     def leave(self, play: _Play, node: Node) -> None:
         """Note that the client of a request is gone."""
         with self._changed:
@@ -417,8 +413,7 @@ class _Desk:
                 rollout.leave(play, node)
                 raise
         assert node.said is not None
-        is_cut = not node.is_stopped and not any(stop in rollout.text(node) for stop in request.stop)
-        return Reply(node.key, node.said, node.message(), len(node.context), len(node.ids), is_cut)
+        return Reply(node.key, node.said, node.message(), len(node.context), len(node.ids), node.is_cut)
 
 
 @dataclass
@@ -527,7 +522,7 @@ def _samples(sessions: Sequence[Session], rows: Sequence[Row], T: int, pad_id: i
 
 def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> dict[str, Tensor]:
     """Return numbers of each session as columns."""
-    nodes = [[] if one.ended_by == "error" else one.nodes for one in sessions]
+    nodes = [[] if one.ended_by == "error" else one.ordered for one in sessions]
     said = [[node.said for node in own if node.said] for own in nodes]
     counts = {
         "n_turns": [len(own) for own in nodes],
@@ -542,9 +537,8 @@ def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> d
     }
     found = {name: torch.tensor(values, dtype=torch.int16) for name, values in counts.items()}
     found["ended_by"] = torch.tensor([ENDED_BY.index(one.ended_by) for one in sessions], dtype=torch.int8)
-    cut = [
-        any(not node.is_stopped and node.asked.max_tokens == len(node.ids) for node in own) for own in nodes
-    ]
+    last = [own[-1] if own else None for own in nodes]
+    cut = [bool(node) and node.is_cut and node.asked.max_tokens == len(node.ids) for node in last]
     return {**found, "turn_cut": torch.tensor(cut), "agent_waiting": torch.full((len(sessions),), share)}
 
 

@@ -57,11 +57,10 @@ class _Chat:
         """Take what is sampled; return True if it is the whole answer."""
         node, stops = self.node, self.node.asked.stop
         node.ids, node.is_stopped = ids, is_stopped
-        text = form.text(node.ids)
-        if any(stop in text for stop in stops):
-            del node.ids[form.cut_at_stop(node.ids, stops) :]
-            node.is_stopped = True
-        return node.is_stopped or len(node.ids) >= self.limit
+        count, has_stop = form.cut_at_stop(node.ids, stops)
+        del node.ids[count:]
+        node.is_cut = not (is_stopped or has_stop)
+        return not node.is_cut or len(node.ids) >= self.limit
 
     def settle(self, error: Exception | None = None) -> None:
         """Answer the client, or raise ``error`` for it."""
@@ -111,7 +110,7 @@ class _Desk:
         self._arrived.put(chat)
         await chat.done
         node.said = self._form.read(request, ids, node.ids)
-        return Reply(node.key, node.said, node.message(), len(ids), len(node.ids), not node.is_stopped)
+        return Reply(node.key, node.said, node.message(), len(ids), len(node.ids), node.is_cut)
 
     def arrivals(self, *, wait: bool) -> list[_Chat]:
         """Return the requests that have arrived; ``wait`` for one, and for those right after it."""
