@@ -52,9 +52,9 @@ def test_a_client_that_leaves_after_its_retry_has_come_leaves_no_request_unclaim
         rollout = session.agents.rollout
         play, node, *_ = rollout.ask(session.key, asked({"messages": HI}), "m", False)
         assert rollout.ask(session.key, asked({"messages": HI}), "m", True)[1] is node
-        rollout.leave(play, node)
+        rollout.leave(play, node, may_retry=False)
         assert node.is_claimed
-        rollout.leave(play, node)
+        rollout.leave(play, node, may_retry=False)
         assert not node.is_claimed
 
 

@@ -340,10 +340,64 @@ def test_a_program_that_asks_otherwise_after_a_resume_is_an_error_if_that_is_che
     with agents(_asks, replay="check") as played:
         played.rollout.admit(1, played.batch(), played.params)
         known = {"ids": ids_of("A"), "log_probs": [-1.0] * 2, "versions": [0, 0]}
-        known |= {"is_stopped": True, "is_complete": True}
+        known |= {"is_stopped": True, "is_complete": True, "is_claimed": True}
         played.rollout.restore({"batches": {1: [{"prompt": None, "answers": {"other": known}}]}})
         with pytest.raises(CheckpointError, match=r"agent\.replay=check"):
             played.rollout.finish(1, 0)
+
+
+def _gives_up(base_url, number):
+    """Give up once, without marking the next request as official clients do; number 1 is late."""
+    import http.client
+    import json
+    import time
+    from urllib.parse import urlsplit
+
+    url = urlsplit(base_url)
+
+    def ask(said, timeout):
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout)
+        body = json.dumps({"messages": [{"role": "user", "content": said}]})
+        try:
+            connection.request("POST", f"{url.path}/chat/completions", body)
+            return json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
+        finally:
+            connection.close()
+
+    if number == 1:
+        time.sleep(0.8)
+        return ask("Hi", 60)
+    try:
+        return ask("Hi", 0.3)
+    except TimeoutError:
+        time.sleep(1.2 if number == 0 else 0.1)
+        return ask("Then this" if number == 0 else "Hi", 60)
+
+
+def test_lockstep_does_not_wait_for_the_answer_of_a_client_that_is_gone():
+    with agents(_gives_up, prompts=2) as played:
+        result = played.play()
+    (wave,) = played.engine.contexts
+    texts = [played.tokenizer.decode(context) for context in wave]
+    assert ["Then this" in text for text in texts] == [True, False]
+    assert result.batch["n_turns"].tolist() == [1, 1]
+    assert result.batch["n_abandoned"].tolist() == [1, 0]
+
+
+def test_an_equal_request_after_one_whose_client_is_gone_is_its_retry():
+    def slowly(context: list[int], seed: int | None) -> str:
+        time.sleep(0.8)
+        return "A"
+
+    with agents(_gives_up, slowly, replay="check") as played:
+        batch = played.rollout._begun(played.batch(number=[2]), played.params)
+        played.rollout._complete([batch], 0)
+        state = batch.plays[0].session.state()
+    assert len(played.engine.contexts) == 1
+    with agents(_gives_up, replay="check") as played:
+        played.rollout.admit(1, played.batch(number=[2]), played.params)
+        played.rollout.restore({"batches": {1: [state]}})
+        assert played.rollout.finish(1, 0).batch["n_turns"].tolist() == [1]
 
 
 def test_a_module_that_raises_when_it_is_loaded_ends_the_run_with_its_error(tmp_path):

@@ -42,9 +42,10 @@ class Reply(NamedTuple):
 class Desk(Protocol):
     """Answer requests; its methods are called in the server's thread."""
 
-    async def answer(self, key: str, body: dict[str, Any], is_retry: bool, mark: str | None) -> Reply:
+    async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
         """Answer a request of the session ``key``; ``Refusal`` if it cannot be.
 
+        ``retry``: number of times that it was sent before; None: its client does not count them.
         ``mark``: its idempotency key. Cancelled if the client is gone.
         """
         ...
@@ -118,11 +119,9 @@ class Server:
         try:
             self._require_token(request)
             body = await _body_of(request)
-            headers = request.headers
-            is_retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            reply = await self._desk.answer(
-                self._key(request), body, is_retry, headers.get("Idempotency-Key")
-            )
+            sent = request.headers.get("x-stainless-retry-count", "")  # by OpenAI's clients
+            retry, mark = int(sent) if sent.isdecimal() else None, request.headers.get("Idempotency-Key")
+            reply = await self._desk.answer(self._key(request), body, retry, mark)
         except Refusal as refusal:
             return _refused(refusal.status, str(refusal))
         except asyncio.CancelledError:

@@ -44,13 +44,17 @@ class Node:
     """The request's messages and the answer, in canonical form; nothing before it is there."""
     n_claims: int = 1
     """Requests for it, retries included, whose clients wait or have got the answer."""
-    is_recorded: bool = False
-    """The answer is that of a program that was started before."""
+    retry_until: float = 0.0
+    """Time until which a client that is gone may send the request again."""
 
     @property
     def is_claimed(self) -> bool:
         """True if a client waits for it, or has got the answer."""
         return self.n_claims > 0
+
+    def is_awaited(self, now: float) -> bool:
+        """Return True if a client waits for it, or may do so again soon."""
+        return self.is_claimed or now < self.retry_until
 
     def __post_init__(self) -> None:
         self.depth: int = 0 if self.parent is None else self.parent.depth + 1
@@ -165,7 +169,6 @@ class Session:
             self.n_sampled += len(node.ids)
         self.open.append(node)
         if known is not None and known["is_complete"]:
-            node.is_recorded = True
             self.n_replayed += 1
             self.answer(node)
         return node
@@ -250,15 +253,18 @@ class Session:
         self.ended_by, self.error = reason, error
         continued = {id(node.parent) for node in self.nodes}
         kept = [node for node in self.nodes if node.is_claimed or id(node) in continued]
-        self.n_abandoned += len(self.nodes) - len(kept)
+        self.n_abandoned += len(self.nodes) - len(kept) + sum(not node.is_claimed for node in self.open)
         left = {id(node) for node in kept}
         self.n_dropped += sum(len(node.ids) for node in (*self.nodes, *self.open) if id(node) not in left)
         self.nodes, self.open = kept, []
 
     def unused(self) -> bool:
-        """Return True if there are recorded answers that the program has not asked for again."""
+        """Return True if the program has not asked again for an answer that it had got."""
         asked = {node.key for node in self.nodes}
-        return any(known["is_complete"] and key not in asked for key, known in self.recorded.items())
+        return any(
+            known["is_complete"] and known["is_claimed"] and key not in asked
+            for key, known in self.recorded.items()
+        )
 
     @property
     def is_cut(self) -> bool:
@@ -313,6 +319,7 @@ class Session:
                     "versions": list(node.versions),
                     "is_stopped": node.is_stopped,
                     "is_complete": node.said is not None,
+                    "is_claimed": node.is_claimed,
                 }
         return {"prompt": self.prompt_ids, "answers": answers}
 

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 _TOGETHER, _RESTARTS = 2, 3
 """Starts of a program whose process ends, in which others may share it; and total starts."""
 _LOOK_S = 0.25
+_RETRY_S = 10.0
+"""Seconds in which the official clients send a request again, at most 8 s after they gave up."""
 _GATHER_S = 0.002
 """Seconds in which further requests are gathered: each look is at all sessions."""
 
@@ -75,11 +77,15 @@ class _Play:
 
     def look(self, now: float) -> float:
         """Return the seconds that its program has taken by itself."""
-        is_own = self.has_begun and self.state == "running" and not self.session.open
+        is_own = self.has_begun and self.state == "running" and not self.is_waiting(now)
         if self.since:
             self.own_s += now - self.since
         self.since = now if is_own else 0.0
         return self.own_s
+
+    def is_waiting(self, now: float) -> bool:
+        """Return True if its program waits for an answer."""
+        return any(node.is_awaited(now) for node in self.session.open)
 
 
 @dataclass(eq=False)
@@ -259,10 +265,10 @@ class AgentRollout:
             is_alone = play.starts > _TOGETHER
         if all(play.state == "ended" for play in oldest.plays):
             return True
-        asks = [play for play in running if play.session.open]
+        waiting = [play for play in running if play.is_waiting(now)]
         if self._settings.lockstep:
-            return bool(asks) and len(asks) == len(running)
-        return bool(asks)
+            return bool(waiting) and len(waiting) == len(running)
+        return bool(waiting)
 
     def _start(self, play: _Play) -> None:
         play.starts += 1
@@ -330,8 +336,12 @@ class AgentRollout:
             if play is None:
                 raise Refusal(404, "there is no session of this key")
             asked_before = play.bodies.setdefault(mark, [])
-            if is_retry and asked_before and not play.session.ended_by:
-                node = next((one for one in asked_before if not one.is_claimed), asked_before[-1])
+            # an equal request after one whose client is gone is its retry, marked or not
+            left = next((one for one in asked_before if not one.is_claimed), None)
+            if left is None and is_retry and asked_before:
+                left = asked_before[-1]
+            if left is not None and not play.session.ended_by:
+                node = left
                 node.n_claims += 1
             elif play.state == "waiting":
                 raise Refusal(403, "the program is started again")
@@ -344,10 +354,13 @@ class AgentRollout:
             self._changed.notify_all()
             return play, node, play.futures.get(node)
 
-    def leave(self, play: _Play, node: Node) -> None:
+    def leave(self, play: _Play, node: Node, *, may_retry: bool) -> None:
         """Note that the client of a request is gone."""
         with self._changed:
             node.n_claims -= 1
+            node.retry_until = time.monotonic() + _RETRY_S if may_retry else 0.0
+            play.look(time.monotonic())
+            self._changed.notify_all()
 
     def _wave(self, batches: Sequence[_Batch], version: int, generate: Wave) -> None:
         """Sample the open nodes; those of the first batch to their ends."""
@@ -399,18 +412,18 @@ class _Desk:
         """See ``Desk.models``."""
         return ["policy"]
 
-    async def answer(self, key: str, body: dict[str, Any], is_retry: bool, mark: str | None) -> Reply:
+    async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
         """See ``Desk.answer``."""
         rollout, request = self._rollout(), asked(body)
         if rollout is None:
             raise Refusal(403, "the run has ended")
         name = digest_of(body) + (mark or "")
-        play, node, future = rollout.ask(key, request, name, is_retry or mark is not None)
+        play, node, future = rollout.ask(key, request, name, bool(retry) or mark is not None)
         if future is not None:
             try:
                 await asyncio.shield(future)
             except asyncio.CancelledError:
-                rollout.leave(play, node)
+                rollout.leave(play, node, may_retry=retry is not None)
                 raise
         assert node.said is not None
         return Reply(node.key, node.said, node.message(), len(node.context), len(node.ids), node.is_cut)
@@ -426,10 +439,10 @@ class _Wave:
 
     @classmethod
     def of(cls, batch: _Batch) -> _Wave:
-        """Collect the open nodes of a batch."""
-        nodes, limits = [], []
+        """Collect the open nodes of a batch for which clients wait."""
+        nodes, limits, now = [], [], time.monotonic()
         for play in batch.plays:
-            ordered = play.session.begin(play.session.open)
+            ordered = play.session.begin([node for node in play.session.open if node.is_awaited(now)])
             nodes += [(play, node) for node in ordered]
             limits += play.session.limits(ordered)
         return cls(batch, nodes, limits)

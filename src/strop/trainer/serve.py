@@ -87,7 +87,7 @@ class _Desk:
         """See ``Desk.models``."""
         return [self._name]
 
-    async def answer(self, key: str, body: dict[str, Any], is_retry: bool, mark: str | None) -> Reply:
+    async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
         """See ``Desk.answer``."""
         request = asked(body, seeded=True)
         temperature = request.sampling.get("temperature", self._params.temperature)
