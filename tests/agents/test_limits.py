@@ -95,7 +95,7 @@ def test_requests_that_are_refused_say_why_once():
         "seed=1": {"messages": HI, "seed": 1},
         "logit_bias": {"messages": HI, "logit_bias": {"5": 1}},
         "response_format": {"messages": HI, "response_format": {"type": "json_object"}},
-        "tool_choice names a function": {"messages": HI, "tools": [tool], "tool_choice": tool},
+        "tool_choice={": {"messages": HI, "tools": [tool], "tool_choice": tool},
         "max_tokens=0": {"messages": HI, "max_tokens": 0},
     }
     with _Open() as session:

@@ -24,18 +24,30 @@ _BEFORE = 8
 """Tokens before an answer from which its parser sees what the generation prompt has opened."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|$)", re.DOTALL)
+_SERVED = {
+    *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stop", "temperature", "top_p"),
+    *("stream", "stream_options"),
+    # of no influence on an answer
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata", "store"),
+    "service_tier",
+}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
     "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "seed": (),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
     "functions": ([],),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
 }
-"""Parameters that cannot be chosen -> the values that ask for nothing."""
+"""Parameters that cannot be chosen freely -> the values that are served."""
 
 
 class Refusal(Exception):
@@ -57,6 +69,8 @@ class Asked(NamedTuple):
     """The tools in canonical form."""
     max_tokens: int | None
     stop: tuple[str, ...]
+    is_one_call: bool
+    """Calls of an answer after its first are left out."""
     sampling: dict[str, float]
     """temperature and top_p, where the request has them."""
 
@@ -81,11 +95,10 @@ def asked(body: Any, *, seeded: bool = False) -> Asked:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise Refusal(400, f"messages: found {given!r:.80}, expected a list of messages")
-    for name, neutral in _NEUTRAL.items():
-        if name == "seed" and seeded:
-            continue
-        if (value := body.get(name)) is not None and value not in neutral:
-            raise Refusal(400, f"{name}={value!r:.80} is not served here: leave it out")
+    for name in sorted(body.keys() - _SERVED - ({"seed"} if seeded else set())):
+        if (value := body[name]) is not None and value not in (served := _NEUTRAL.get(name, ())):
+            instead = f", or send {' or '.join(map(json.dumps, served))}" if served else ""
+            raise Refusal(400, f"{name}={value!r:.80} is not served here: leave it out{instead}")
     messages = [_message(number, message) for number, message in enumerate(given)]
     if messages[-1]["role"] == "assistant":
         raise Refusal(400, "the last message is an assistant's, which is not continued: end with another one")
@@ -104,6 +117,7 @@ def asked(body: Any, *, seeded: bool = False) -> Asked:
         json.dumps(tools, sort_keys=True),
         most,
         tuple(stop),
+        body.get("parallel_tool_calls") is False,
         {name: _number(body, name) for name in ("temperature", "top_p") if body.get(name) is not None},
     )
 
@@ -117,9 +131,7 @@ def _number(body: Mapping[str, Any], name: str) -> float:
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the functions that a request offers; ``Refusal`` for others."""
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
-    if isinstance(choice, dict):
-        raise Refusal(400, "tool_choice names a function: calls are the policy's choice; leave it out")
+    tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict)
         and isinstance(function := tool.get("function"), dict)
@@ -127,7 +139,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         for tool in tools
     ):
         raise Refusal(400, f"tools: found {tools!r:.80}, expected functions with name and parameters")
-    given = [] if choice == "none" else [(tool, tool["function"].items()) for tool in tools]
+    given = [] if body.get("tool_choice") == "none" else [(tool, tool["function"].items()) for tool in tools]
     return [{**tool, "function": {key: one for key, one in own if one is not None}} for tool, own in given]
 
 
@@ -278,12 +290,12 @@ class ChatFormat:
         if not request.tools:
             return Said(content, thinking, (), "")
         turn = self.parser()(text, end, request.tools)
-        malformed = turn.malformed
-        if len(turn.calls) > 1 and self.bridge(request).one_call:
+        calls, malformed = turn.calls[: 1 if request.is_one_call else None], turn.malformed
+        if len(calls) > 1 and self.bridge(request).one_call:
             malformed = "expected one call in a turn"
-        if malformed or not turn.calls:
+        if malformed or not calls:
             return Said(content, thinking, (), malformed)
-        return Said(turn.content, thinking, turn.calls, "")
+        return Said(turn.content, thinking, calls, "")
 
     def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> tuple[int, bool]:
         """Return the number of ``ids`` to the token that completes a text of ``stop``, and True if one does."""
