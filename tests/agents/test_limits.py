@@ -203,6 +203,28 @@ def test_a_process_that_ends_costs_the_session_that_ends_it_alone():
     assert len(sampled) == 4  # programs that are started again get the recorded answers
 
 
+def _ends_its_process(base_url, number):
+    import os
+    import urllib.request
+
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+    if number == 21:
+        os._exit(9)
+    return "ok"
+
+
+def test_the_sessions_beside_one_that_ends_its_process_do_not_run_one_by_one():
+    with agents(_ends_its_process, prompts=32) as played:
+        batch = played.rollout._begun(played.batch(), played.params)
+        played.rollout._complete([batch], 0)
+    assert [play.session.ended_by for play in batch.plays] == ["stop"] * 21 + ["error"] + ["stop"] * 10
+    starts = [play.starts for play in batch.plays]
+    assert (starts[21], max(starts[::2])) == (6, 2)
+    groups = {(count, place % 2 ** (count - 1)) for place, count in enumerate(starts)}
+    assert len(groups) <= 7  # these run one after the other
+
+
 async def _blocks_its_loop(base_url, number):
     import time
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER, _RESTARTS = 2, 3
-"""Starts of a program whose process ends, in which others may share it; and total starts."""
+_STARTS = 3
+"""Starts of a program whose process ends, at least: the last ones are without others in it."""
 _LOOK_S = 0.25
 _RETRY_S = 10.0
 """Seconds in which the official clients send a request again, at most 8 s after they gave up."""
@@ -69,6 +69,8 @@ class _Play:
     outcome: Outcome = field(default_factory=dict)
     started: Started | None = None
     starts: int = 0
+    is_alone: bool = False
+    """No other program shares its process."""
     has_begun: bool = False
     """Its process runs it."""
     own_s: float = 0.0
@@ -254,15 +256,22 @@ class AgentRollout:
                 if play.started is None or play.started.stop(reason):
                     self._end(play, "error", reason)
         running = [play for play in plays if play.state == "running"]
-        is_alone = any(play.starts > _TOGETHER for play in running)
-        for play in plays:
-            if play.state != "waiting" or (running and (is_alone or play.starts >= _TOGETHER)):
+        # programs whose process has ended start again apart, a half each time: who ends it is soon alone
+        together = {
+            (play.starts, place % 2 ** (play.starts - 1))
+            for place, play in enumerate(plays)
+            if play.state == "running"
+        }
+        for place, play in enumerate(plays):
+            share = play.starts + 1, place % 2**play.starts
+            if play.state != "waiting" or not together <= {share}:
                 continue
             if len(running) >= (self._pool.concurrency or len(plays)):
                 break
+            play.is_alone = 2**play.starts >= len(plays)
             self._start(play)
             running.append(play)
-            is_alone = play.starts > _TOGETHER
+            together.add(share)
         if all(play.state == "ended" for play in oldest.plays):
             return True
         waiting = [play for play in running if play.is_waiting(now)]
@@ -290,7 +299,7 @@ class AgentRollout:
         session = play.session
         if "raised" in outcome:
             play.outcome = outcome
-        elif "lost" in outcome and play.starts < _RESTARTS:
+        elif "lost" in outcome and not (play.is_alone and play.starts >= _STARTS):
             self._warn("a program was lost, and is started again", outcome["lost"])
             session.recorded = session.state()["answers"]
             self._cancel(play, "the program is started again")
