@@ -74,6 +74,16 @@ class Asked(NamedTuple):
     sampling: dict[str, float]
     """temperature and top_p, where the request has them."""
 
+    def after(self, before: Asked, seen: tuple[str, ...]) -> Asked:
+        """Return the request with the objects of the one ``before``, whose messages ``seen`` it repeats."""
+        n = len(before.messages)
+        return self._replace(
+            messages=[*before.messages, *self.messages[n:]],
+            seen=(*seen, *self.seen[len(seen) :]),
+            tools=before.tools,
+            shown=before.shown,
+        )
+
 
 class Said(NamedTuple):
     """An answer as text."""

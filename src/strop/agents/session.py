@@ -27,7 +27,6 @@ class Node:
     asked: Asked
     inserted: list[int]
     """Ids after the parent's answer; of a node without a parent the whole context."""
-    context: list[int]
     key: str
     """Digest of what decides the answer, and the number of equal requests before it."""
     seed: int | None
@@ -56,9 +55,20 @@ class Node:
         """Return True if a client waits for it, or may do so again soon."""
         return self.is_claimed or now < self.retry_until
 
-    def __post_init__(self) -> None:
-        self.depth: int = 0 if self.parent is None else self.parent.depth + 1
-        """Number of nodes before it."""
+    @property
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        found, node = [], self
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def context(self) -> list[int]:
+        """All ids before the answer; a node keeps those that it adds to its parent's."""
+        *before, own = self.path
+        return [*(one for node in before for one in (*node.inserted, *node.ids)), *own.inserted]
 
     @property
     def call_ids(self) -> list[str]:
@@ -152,12 +162,13 @@ class Session:
         else:
             inserted = self._form.following(asked, len(parent.seen), is_stopped=parent.is_stopped)
             context = [*parent.context, *parent.ids, *inserted]
+            asked = asked.after(parent.asked, parent.seen)
         self._require_room(parent, inserted)
         digest = digest_of(context)
         number = self._counts[digest]
         self._counts[digest] += 1
         key = digest_of(digest, number, asked.max_tokens, asked.stop, asked.shown)
-        node = Node(parent, asked, inserted, context, key, self._seed_of(asked, context, number))
+        node = Node(parent, asked, inserted, key, self._seed_of(asked, context, number))
         self.n_calls += 1
         self.is_overlapping |= bool(self.open)
         known = self.recorded.get(key)
@@ -223,7 +234,7 @@ class Session:
         """Return this session's open ``nodes`` in an order without arrival, before they are sampled."""
         ordered = sorted(nodes, key=_order)
         if self.prompt_ids is None:
-            roots = [node.context for node in ordered if node.parent is None]
+            roots = [node.inserted for node in ordered if node.parent is None]
             self.prompt_ids = next((ids for ids in roots if len(ids) <= self._widest), None)
         return ordered
 
@@ -297,7 +308,7 @@ class Session:
         contexts: dict[tuple[int, tuple[int, ...]], int] = {}
         for node in self.ordered:
             before = NOTHING if node.parent is None else numbers[id(node.parent)]
-            if node.parent is None and node.context == self.prompt_ids:
+            if node.parent is None and node.inserted == self.prompt_ids:
                 before = PROMPT
             elif (place := (before, tuple(node.inserted))) in contexts:
                 before = contexts[place]
@@ -329,4 +340,4 @@ class Session:
 
 
 def _order(node: Node) -> list[int]:
-    return [node.depth, *node.context, -1, *node.ids, *node.key.encode()]
+    return [len(node.path), *node.context, -1, *node.ids, *node.key.encode()]

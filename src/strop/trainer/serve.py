@@ -104,7 +104,7 @@ class _Desk:
             raise Refusal(400, f"context_length_exceeded: {len(ids)} tokens, and {most} fit with an answer")
         params = replace(self._params, temperature=temperature, top_p=top_p)
         drawn = (secrets.randbits(63) if seed is None else seed) % 2**63
-        node = Node(None, request, ids, ids, secrets.token_hex(12), drawn)
+        node = Node(None, request, ids, secrets.token_hex(12), drawn)
         limit = min(request.max_tokens or most, most - len(ids))
         chat = _Chat(node, params, limit, asyncio.get_running_loop().create_future())
         self._arrived.put(chat)
