@@ -108,6 +108,7 @@ def test_an_error_in_any_comparison_is_a_line_and_what_came_before_is_on_disk(mo
 
     monkeypatch.setattr("sys.argv", ["gpu.py", "--budget", "0", "--out", str(tmp_path / "gpu")])
     monkeypatch.setattr(gpu, "_broadcast", failing)
+    monkeypatch.setattr(gpu, "SHARE_OF_COMPARISONS", math.inf)
     assert gpu.main() == 1
     assert "| hf rollout: log-probs against a forward pass |" in before[0]
     [line] = [line for line in page.read_text().splitlines() if "weights by broadcast" in line]
@@ -162,7 +163,8 @@ def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch,
     assert gpu.main() == 1
     printed = capsys.readouterr().out
     assert "| log-probs | 5.0e-01 | 1e-04 | WRONG |" in printed
-    assert "| tiny | all |  |  |  |  |  | not run: budget |" in printed
+    assert "| others |  |  | not run: budget |" in printed
+    assert "| tiny | all |  |  |  |  |  |  | not run: budget |" in printed
 
 
 @pytest.mark.parametrize(("memory", "layers"), [(10e9, 0), (80e9, 8), (211e9, 27), (212e9, 28), (400e9, 28)])
@@ -183,6 +185,14 @@ def test_the_output_layers_kernel_can_be_switched_off(monkeypatch):
     with gpu.head_by("kernel"):
         assert gpu._has_kernel(cpu)
     assert gpu._has_kernel(cpu)
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("CPU", math.nan)],
+)
+def test_the_published_peak_is_that_of_the_cards_name(card, peak):
+    assert gpu.published_peak(card) == pytest.approx(peak * 1e12, nan_ok=True)
 
 
 def test_operations_are_those_that_torch_counts():
