@@ -27,7 +27,9 @@ COPIES = ("copy_", "_to_copy")
 
 
 class OnDevice(Tensor):
-    """A tensor of the device; ``held`` has its numbers."""
+    """A tensor of the device; ``held`` has its numbers. Parked, it is one of the CPU."""
+
+    parked = False
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnDevice:
@@ -94,12 +96,12 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = operation.overloadpacket.__name__, dict(kwargs or {})
         leaves = tree_leaves((args, kwargs))
-        here = [leaf for leaf in leaves if isinstance(leaf, OnDevice)]
-        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, OnDevice)]
+        here = [leaf for leaf in leaves if is_here(leaf)]
+        on_cpu = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_here(leaf)]
         to = kwargs.get("device")
         to = None if to is None else torch.device(to).type
         blocks = not kwargs.get("non_blocking") and not (name == "copy_" and args[2:] == (True,))
-        if here and any(other.dim() and other.device.type == "cpu" for other in others):
+        if here and any(tensor.dim() for tensor in on_cpu):
             if name in INDEXED:
                 self._wait("indices on the CPU")
             elif name != "copy_":
@@ -111,8 +113,7 @@ class Device(TorchDispatchMode):
         if here and name in SIZED and kwargs.get("output_size") is None:
             self._wait(name)
         if name in INDEXED and any(
-            isinstance(leaf, OnDevice) and leaf.dtype in (torch.bool, torch.uint8)
-            for leaf in tree_leaves(args[1])
+            is_here(leaf) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1])
         ):
             self._wait("mask as index")
         if name == "_to_copy" and blocks and ((here and to == "cpu") or (not here and to == "meta")):
@@ -129,6 +130,18 @@ class Device(TorchDispatchMode):
             return written.get(id(leaf)) if id(leaf) in written else OnDevice(leaf)
 
         return tree_map(wrapped, operation(*held[0], **held[1]))
+
+
+def is_here(leaf: Any) -> bool:
+    return isinstance(leaf, OnDevice) and not leaf.parked
+
+
+def replace_tensors(module: nn.Module, change: Any) -> None:
+    """Replace what parameters and buffers hold, and where: torch swaps them for tensors of one kind only."""
+    for tensor in {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values():
+        other = change(tensor)
+        if other is not tensor:
+            tensor.held, tensor.parked = getattr(other, "held", other), not isinstance(other, OnDevice)
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch) -> None:

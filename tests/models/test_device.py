@@ -29,7 +29,7 @@ KINDS = {
     "critic": {"critic": True},
     "padded": {"packed": False},
     "LoRA": {"lora": True},
-    "offloaded moments": {"offload_moments": True},
+    "offload": {"offload_parameters": True, "offload_moments": True},
     "bfloat16": {"compute_dtype": "bfloat16"},
     "checkpointing": {"gradient_checkpointing": True},
     "selective checkpointing": {"gradient_checkpointing": "selective"},
@@ -39,6 +39,7 @@ KINDS = {
 @pytest.fixture
 def device(monkeypatch):
     pretended.prepare(monkeypatch)
+    monkeypatch.setattr("strop.engines.torch.offload.replace_tensors", pretended.replace_tensors)
     with Device() as device:
         yield device
 
