@@ -98,7 +98,7 @@ n_overlapping       | B   | int16   | 0 or 1 | rollout | metrics | two requests 
 n_replayed          | B   | int16   | turns  | rollout | metrics | recorded before a restart | agent
 n_abandoned         | B   | int16   | turns  | rollout | metrics | asked for, and left by the client | agent
 agent_waiting       | B   | float32 | share  | rollout | metrics | of time, for programs | agent
-turn_cut            | B   | bool    |        | rollout | metrics | its last, at environment.turn_length or max_tokens | environment
+turn_cut            | B   | bool    |        | rollout | metrics | at a limit of its last turn | environment
 conversation        | B   | object  | JSON   | rollout | rewards, samples | after the prompt | environment
 environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn; NaN: none | it has `reward`
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted

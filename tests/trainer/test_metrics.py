@@ -216,6 +216,16 @@ def test_speed_counts_prompt_and_response_tokens_and_generation_response_tokens(
     )
 
 
+def test_speed_counts_the_tokens_of_each_branch():
+    columns = {  # the example of strop.algorithms.token_tree, and a plain row
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0, 0]]),
+        "response_mask": torch.tensor([[1.0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0]]),
+        "follows": torch.tensor([[-1, 0, -1, 2, 1, 4], [-1, 0, 1, 2, 3, 4]], dtype=torch.int32),
+    }
+    found = speed_metrics(DataProto(columns), {"timing_s/step": 2.0}, devices=1)
+    assert found["perf/total_num_tokens"] == (2 + 4) + (2 + 2) + 4
+
+
 def test_the_critics_update_has_both_families_of_names():
     found = critic_metrics({"vf_loss": 2.0, "vf_clipfrac": 0.25, "lr": 1e-5})
     of_verl = {"critic/vf_loss": 2.0, "critic/vf_clipfrac": 0.25, "critic/lr": 1e-5}

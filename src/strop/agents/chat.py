@@ -308,7 +308,7 @@ class ChatFormat:
         return Said(turn.content, thinking, calls, "")
 
     def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> tuple[int, bool]:
-        """Return the number of ``ids`` to the token that completes a text of ``stop``, and True if one does."""
+        """Return the number of ``ids`` to the end of the first text of ``stop``, and True if there is one."""
 
         def has(count: int) -> bool:
             text = self.text(ids[:count])

@@ -17,6 +17,7 @@ from strop.algorithms.advantages import group_statistics
 from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
+from strop.algorithms.token_tree import computed_tokens
 from strop.columns import ENDED_BY
 from strop.protocol import DataProto
 
@@ -298,8 +299,12 @@ def critic_metrics(critic: Mapping[str, float]) -> dict[str, float]:
 
 
 def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int) -> dict[str, float]:
-    """Return tokens per second and milliseconds per token from ``timing_s/*``."""
-    total = int(batch.batch["attention_mask"].sum())
+    """Return tokens per second and milliseconds per token from ``timing_s/*``.
+
+    Tokens of sessions are those of all their sequences, which passes compute.
+    """
+    has_branches = "follows" in batch.batch
+    total = sum(computed_tokens(batch.batch)) if has_branches else int(batch.batch["attention_mask"].sum())
     rewards = batch.meta_info.get("reward_metrics", {})
     # with the groups that the filter dropped, which took time, too
     generated = rewards.get("filter/generated_tokens") or int(batch.batch["response_mask"].sum())
