@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 import torch
@@ -59,9 +60,9 @@ def settings(model, *more):
 
 
 @contextlib.contextmanager
-def client_of(config, serve=None):
+def client_of(config, serve=None, token="right"):
     """Serve in a thread, which ends with the process."""
-    with serving(config, host="127.0.0.1", port=0, token="right") as (url, own):
+    with serving(config, host="127.0.0.1", port=0, token=token) as (url, own):
         threading.Thread(target=serve or own, daemon=True).start()
         with openai.OpenAI(base_url=url, api_key="right", max_retries=0, timeout=60) as client:
             yield client
@@ -167,6 +168,22 @@ def test_requests_without_the_key_are_refused(model, client):
             with pytest.raises(openai.AuthenticationError, match="key is missing or wrong") as refused:
                 request(stranger, extra_headers=headers)
             assert refused.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_name_that_another_site_lets_resolve_to_this_machine_is_refused_without_a_token(model):
+    hosts = {"localhost:1": 200, "127.0.0.1": 200, "evil.example:8000": 403, "[": 403}
+    with client_of(settings(model), token=None) as client:
+        for host, status in hosts.items():
+            headers = {"Host": host}
+            found = [
+                httpx.get(f"{client.base_url}models", headers=headers),
+                httpx.post(
+                    f"{client.base_url}chat/completions",
+                    json={"messages": HI, "max_tokens": 1},
+                    headers=headers,
+                ),
+            ]
+            assert [one.status_code for one in found] == [status] * 2
 
 
 def test_what_is_not_served_is_refused(client):

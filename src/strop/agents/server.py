@@ -19,6 +19,7 @@ from aiohttp import web
 
 from strop.agents.chat import Refusal, Said
 from strop.errors import ConfigError, traceback_of
+from strop.hosts import HostNames
 
 _LARGEST_BODY = 16 << 20
 _BODY_S = 60.0
@@ -66,6 +67,7 @@ class Server:
         ``token``: of requests that are answered; None: all are. Raises ``ConfigError`` for a taken address.
         """
         self._desk, self._key_in_path, self._token = desk, key_in_path, token
+        self._names = HostNames(host)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="strop-endpoint", daemon=True).start()
         self._runner: web.AppRunner | None = None
@@ -101,6 +103,8 @@ class Server:
         return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
     def _require_token(self, request: web.Request) -> None:
+        if self._token is None and not self._key_in_path and request.host not in self._names:
+            raise Refusal(403, "this host name is not the server's: send requests to the address it printed")
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise Refusal(401, "the key is missing or wrong: send the one that the server printed")

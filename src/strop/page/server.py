@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import ipaddress
 import json
 import re
 import secrets
@@ -23,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from strop.errors import ConfigError, DataError, in_one_line
+from strop.hosts import HostNames
 from strop.page import SCRIPTS, STATIC, STYLES
 from strop.page.files import RunFiles
 
@@ -101,7 +101,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[RunFiles], *, host: str, port: int, token: str | None) -> None:
         self.runs, self.token = list(runs), token
-        self.names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        self.names = HostNames(host)
         self.pages = {"/": ("text/html", page_html().encode())}
         for name in (*STYLES, *SCRIPTS):
             path = STATIC / name
@@ -147,15 +147,6 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
-    def knows(self, host: str) -> bool:
-        """Return True if a ``Host`` header names this machine: by an address, or by a name that it has."""
-        name = urlsplit(f"//{host}").hostname or ""
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name in self.names
-        return True  # an address is not resolved, so it cannot be rebound
-
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -168,11 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request for the page, one of its files or data."""
-        try:
-            host_is_known = self._page.knows(self.headers.get("Host", ""))
-        except ValueError:
-            host_is_known = False
-        if not host_is_known:
+        if self.headers.get("Host", "") not in self._page.names:
             self._fail(HTTPStatus.FORBIDDEN, "this host name is not the page's: open the address it printed")
             return
         try:
