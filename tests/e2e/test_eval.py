@@ -361,3 +361,15 @@ def test_lengths_that_nobody_wrote_fit_into_the_context_window(inputs, tmp_path,
     lengths = {name: value for name, value in written.items() if name != "window"}
     data = settings(str(model), ("x",), **lengths)["data"]
     assert (data["max_prompt_length"], data["max_response_length"]) == expected
+
+
+def test_an_adapter_is_evaluated_on_its_base_model(inputs, tmp_path):
+    final = tmp_path / "run" / "final_model"
+    final.mkdir(parents=True)
+    (final / "adapter_model.safetensors").write_bytes(b"")
+    (final / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(inputs / "model")}))
+    keys = settings(str(final), ())
+    assert keys["actor_rollout_ref.model.path"] == str(inputs / "model")
+    assert keys["actor_rollout_ref.model.lora_adapter_path"] == str(final)
+    (final / "adapter_config.json").write_text('{"base_model_name_or_path": "s3://elsewhere/model"}')
+    assert settings(str(final), ())["actor_rollout_ref.model.path"] == str(final)

@@ -143,12 +143,17 @@ def is_adapter(folder: Path) -> bool:
     )
 
 
+def base_of_adapter(folder: Path) -> str | None:
+    """Return the path of an adapter's base model; None if its file names none."""
+    try:
+        return json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def instead_of_adapter(key: str, path: str | Path) -> str:
     """Return what to do where ``key``, a model's path, names the folder of an adapter."""
-    try:
-        base = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        base = None
+    base = base_of_adapter(Path(path))
     further = (
         f". To train it further, set {key}={base or 'its base model'} and "
         f"{key.removesuffix('path')}lora_adapter_path={path}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.checkpoint.folder import model_in
 from strop.config.memory.facts import read_model_facts
-from strop.config.paths import expand, is_url, may_be_a_hub_name, runs_near
+from strop.config.paths import base_of_adapter, expand, is_adapter, is_url, may_be_a_hub_name, runs_near
 from strop.config.schema import Config
 from strop.errors import ConfigError, TrainingError
 from strop.files import atomic_write_text
@@ -124,16 +124,21 @@ def settings(
             errors="replace"
         ):
             raise ConfigError(f"{model} is a reward model, which scores answers: give it with --reward-model")
+    base = None
+    if not is_url(model) and is_adapter(Path(model)):
+        base = base_of_adapter(Path(model))
+    if base and is_url(base):  # an adapter from elsewhere would choose what is downloaded
+        base = None
     if temperature is None:
         temperature = 0.0 if n == 1 else 1.0
-    facts = read_model_facts(model)
+    facts = read_model_facts(base or model)
     window = facts.context if facts and facts.context else _PROMPT_LENGTH + _RESPONSE_LENGTH
     if max_response_length is None:
         max_response_length = min(_RESPONSE_LENGTH, max(window // 2, 1))
     if max_prompt_length is None:
         max_prompt_length = min(_PROMPT_LENGTH, max(window - max_response_length, 1))
     keys: dict[str, Any] = {
-        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.path": base or model,
         "actor_rollout_ref.rollout": {
             "name": rollout,
             "val_kwargs": {"n": n, "do_sample": temperature > 0, "temperature": temperature, "top_p": top_p},
@@ -154,6 +159,10 @@ def settings(
             "default_local_dir": str(out or free_folder(model)),
         },
     }
+    if base is not None:
+        keys["actor_rollout_ref.model.lora_adapter_path"] = model
+        if Path(model, "tokenizer_config.json").is_file():
+            keys["data"]["tokenizer"] = model
     if reward_model is not None:
         keys |= {"reward_model.enable": True, "reward_model.model.path": reward_model}
     if reward is not None:
