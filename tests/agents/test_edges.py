@@ -96,11 +96,11 @@ def test_lone_surrogates_in_any_field_reach_no_file():
     result.non_tensor_batch["conversation"][0].encode()
 
 
-def test_depth_of_a_long_session_needs_no_recursion():
+def test_path_of_a_long_session_needs_no_recursion():
     node, request = None, asked({"messages": HI})
     for _ in range(2000):
         node = Node(node, request, [], [], "", None)
-    assert node.depth == 1999
+    assert len(node.path) == 2000
 
 
 def _fails(base_url):

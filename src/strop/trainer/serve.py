@@ -190,7 +190,8 @@ def serving(
     length = config.data.max_prompt_length + config.data.max_response_length
     params = SamplingParams.from_config(config.actor_rollout_ref.rollout, validate=True)
     form = ChatFormat(config, tokenizer, engine.eos_token_ids, config.agent.parser)
-    desk = _Desk(Path(model.lora_adapter_path or model.path).name, form, replace(params, max_tokens=length, n=1))
+    name = Path(model.lora_adapter_path or model.path).name
+    desk = _Desk(name, form, replace(params, max_tokens=length, n=1))
     server = Server(desk, host, port, key_in_path=False, token=token)
     try:
         yield f"{server.url}/v1", partial(desk.serve, engine)
