@@ -162,7 +162,7 @@ def settings(
     if base is not None:
         keys["actor_rollout_ref.model.lora_adapter_path"] = model
         if Path(model, "tokenizer_config.json").is_file():
-            keys["data"]["tokenizer"] = model
+            keys["data.tokenizer"] = model
     if reward_model is not None:
         keys |= {"reward_model.enable": True, "reward_model.model.path": reward_model}
     if reward is not None:
