@@ -262,7 +262,7 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch, caplog, failure):
 def test_a_kernel_whose_gradients_are_nan_is_not_used(monkeypatch):
     """Its log-probs, which are compared first, are right."""
 
-    class Wrong(output_layer._Blocks):
+    class Wrong(output_layer.Blocks):
         def gradient(self, words, upstream, *, with_sums):
             gradient_Nv, sums_v = super().gradient(words, upstream, with_sums=with_sums)
             return gradient_Nv * math.nan, sums_v

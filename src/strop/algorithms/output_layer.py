@@ -78,11 +78,15 @@ def log_probs_and_entropy(
     Under autocast the products use its dtype, as in a linear layer; everything else is float32. Both have
     gradients to hidden states, weight and bias; skips the entropy's part if its gradient is not needed.
     """
-    device = hidden_NH.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
-    options = (layer.scale, layer.soft_cap, temperature, dtype, layer.group)
+    options = (layer.scale, layer.soft_cap, temperature, product_dtype(hidden_NH), layer.group)
     ids_N = ids_N - layer.first_word  # words of other ranks are then in no block
     return _OutputLayerFunction.apply(hidden_NH, layer.weight_VH, layer.bias_V, ids_N, *options)
+
+
+def product_dtype(hidden_NH: Tensor) -> torch.dtype:
+    """Return the dtype of products of hidden states, as in a linear layer."""
+    device = hidden_NH.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
 
 
 class _OutputLayerFunction(torch.autograd.Function):
@@ -100,7 +104,7 @@ class _OutputLayerFunction(torch.autograd.Function):
             ctx.has_kernel = _has_kernel(hidden_NH.device, dtype)
             hidden_NH, ctx.kept = hidden_NH.to(dtype), []
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
-            blocks = _Tiles if ctx.has_kernel else _Blocks
+            blocks = _Tiles if ctx.has_kernel else Blocks
             sums = blocks(hidden_NH, layer, temperature, ctx.kept).measure(
                 ids_N, keep=any(ctx.needs_input_grad)
             )
@@ -121,8 +125,8 @@ class _OutputLayerFunction(torch.autograd.Function):
             log_prob_gradient_N = torch.zeros(ids_N.shape, device=ids_N.device)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
-            blocks = _Tiles if ctx.has_kernel else _Blocks
-            hidden, weight, bias = _differentiate(
+            blocks = _Tiles if ctx.has_kernel else Blocks
+            hidden, weight, bias = differentiate(
                 blocks(hidden_NH, layer, temperature, ctx.kept),
                 Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
                 wanted=ctx.needs_input_grad,
@@ -134,7 +138,7 @@ class _OutputLayerFunction(torch.autograd.Function):
         return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 6
 
 
-class _Blocks:
+class Blocks:
     """Float32 logits of all N tokens, divided by the temperature, for one block of words at a time."""
 
     def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: list[Tensor]) -> None:
@@ -193,12 +197,16 @@ class _Blocks:
             logits_Nv /= self.temperature
         return logits_Nv
 
+    def words_kept(self) -> int:
+        """Return the number of words whose products are kept for the backward pass."""
+        return _KEPT // (max(len(self.hidden_NH), 1) * self.hidden_NH.element_size())
+
     def measure(self, ids_N: Tensor, *, keep: bool) -> Sums:
         """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far.
 
         ``keep``: products of up to ``_KEPT`` bytes for the backward pass.
         """
-        n_kept = _KEPT // (max(len(ids_N), 1) * self.hidden_NH.element_size()) if keep else 0
+        n_kept = self.words_kept() if keep else 0
         highest_N = torch.full(ids_N.shape, LOWEST, device=ids_N.device)
         picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
         for words in self.words:
@@ -268,7 +276,7 @@ class _Blocks:
 
 
 class _Tiles:
-    """The same as ``_Blocks``, by Triton kernels that write no logits: ``output_kernel``."""
+    """The same as ``Blocks``, by Triton kernels that write no logits: ``output_kernel``."""
 
     def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: list[Tensor]) -> None:
         """Choose the chunks of words of the backward pass. No products are kept."""
@@ -290,7 +298,7 @@ class _Tiles:
         return _slices(vocabulary, width) or [slice(0, 0)]  # a rank may have no words
 
     def weight(self, words: slice) -> Tensor:
-        """See ``_Blocks.weight``; keeps the last one."""
+        """See ``Blocks.weight``; keeps the last one."""
         if self._converted is None or self._converted[0] != words:
             self._converted = words, self.layer.weight_VH[words].to(self.hidden_NH.dtype)
         return self._converted[1]
@@ -299,7 +307,7 @@ class _Tiles:
         return self.layer.bias_V[words].contiguous() if self.layer.bias_V is not None else None
 
     def measure(self, ids_N: Tensor, *, keep: bool) -> Sums:
-        """See ``_Blocks.measure``; in chunks only where the weight has to be converted."""
+        """See ``Blocks.measure``; in chunks only where the weight has to be converted."""
         vocabulary, hidden = self.layer.weight_VH.shape
         is_converted = self.layer.weight_VH.dtype != self.hidden_NH.dtype
         parts = [
@@ -316,7 +324,7 @@ class _Tiles:
         return Sums(picked_N, highest_N, sum_N, weighted_N)
 
     def gradient(self, words: slice, upstream: Upstream, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
-        """See ``_Blocks.gradient``; in the dtype of the products."""
+        """See ``Blocks.gradient``; in the dtype of the products."""
         n_tokens, width = len(self.hidden_NH), words.stop - words.start
         if len(self._room) < n_tokens * width:
             self._room = self.hidden_NH.new_empty(n_tokens * width)
@@ -370,12 +378,12 @@ def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
     hidden_NH, weight_VH = hidden_NH.to(device, dtype), (weight_VH / 8).to(device, dtype)
     ids_N = torch.arange(24, device=device)
     found: list[list[Tensor]] = []
-    for kind in (_Blocks, _Tiles):
+    for kind in (Blocks, _Tiles):
         blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, [])
         known = blocks.measure(ids_N, keep=False).known()
         ones_N = torch.ones_like(known.log_prob_N)
         upstream = Upstream(ids_N, *known[1:], ones_N, ones_N)
-        gradients = _differentiate(blocks, upstream, wanted=(True, True, False))
+        gradients = differentiate(blocks, upstream, wanted=(True, True, False))
         found.append([known.log_prob_N, known.entropy_N, *(part for part in gradients if part is not None)])
     differences = [(ours - theirs).abs().max() for ours, theirs in zip(*found, strict=True)]
     return float(torch.stack(differences).max())  # Python's max would drop a NaN
@@ -389,8 +397,8 @@ def _matrix(memory: Tensor, n_tokens: int, width: int) -> Tensor:
     return memory[: n_tokens * width].view(n_tokens, width)
 
 
-def _differentiate(
-    blocks: _Blocks | _Tiles, upstream: Upstream, *, wanted: tuple[bool, ...]
+def differentiate(
+    blocks: Blocks | _Tiles, upstream: Upstream, *, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``."""
     hidden_NH, layer = blocks.hidden_NH, blocks.layer

@@ -1,0 +1,343 @@
+"""Divergences between the next-word distributions of a teacher and a student, in blocks of the vocabulary.
+
+p: teacher, q: student. Forward: KL(p || q). Reverse: KL(q || p). Jensen-Shannon of weight b (Agarwal et al.,
+arXiv:2306.13649): b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q. Gradients are the student's only.
+No tensor of [N, V] exists: see ``strop.algorithms.output_layer``.
+
+Shapes: N tokens, H hidden, V vocabulary, v words of one block, K words that are compared one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from strop.algorithms.output_layer import Blocks, OutputLayer, differentiate, product_dtype
+from strop.algorithms.output_sums import LOWEST, VANISHES
+
+DIVERGENCES = ("reverse", "forward", "js")
+
+_FORBIDDEN = -1e4
+"""Stands for a logit of -inf: its exp is 0, and differences are finite."""
+
+
+def divergence(teacher: Tensor, student: Tensor, kind: str, js_weight: float = 0.5) -> Tensor:
+    """Return the divergence [...] of log-probs [..., K], each the log of a whole distribution."""
+    # the others of a top k that is the whole vocabulary have no probability
+    teacher, student = teacher.clamp(min=VANISHES), student.clamp(min=VANISHES)
+    if kind == "forward":
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if kind == "reverse":
+        return (student.exp() * (student - teacher)).sum(-1)
+    above_p, above_q = _mixture(teacher - student, js_weight)
+    terms = js_weight * teacher.exp() * above_p + (1 - js_weight) * student.exp() * above_q
+    return -terms.sum(-1)
+
+
+def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
+    """Return log m - log p and log m - log q of log p - log q; exactly 0 where that is 0, without overflow."""
+    weight = torch.where(difference < 0, js_weight, 1 - js_weight)
+    common = (weight * (-difference.abs()).expm1()).log1p()
+    return (-difference).relu() + common, difference.relu() + common
+
+
+def cut(layer: OutputLayer, words: int) -> OutputLayer:
+    """Return the first ``words`` of an output layer: models pad theirs to sizes that suit the hardware."""
+    if len(layer.weight_VH) <= words:
+        return layer
+    bias_V = None if layer.bias_V is None else layer.bias_V[:words]
+    return replace(layer, weight_VH=layer.weight_VH[:words], bias_V=bias_V)
+
+
+class Compared(NamedTuple):
+    """Of N tokens, float32."""
+
+    divergence_N: Tensor
+    agrees_N: Tensor
+    """1 where both have the same likeliest word."""
+    teacher_entropy_N: Tensor
+
+
+def compare(
+    hidden_NH: Tensor,
+    layer: OutputLayer,
+    teacher_hidden_NH: Tensor,
+    teacher_layer: OutputLayer,
+    *,
+    kind: str,
+    js_weight: float,
+    temperature: float,
+) -> Compared:
+    """Compare the distributions of hidden states, which may have other widths, through layers of equal words."""
+    if len(layer.weight_VH) != len(teacher_layer.weight_VH):
+        raise ValueError(f"{len(layer.weight_VH)} words and {len(teacher_layer.weight_VH)} of the teacher")
+    teacher = (teacher_hidden_NH.detach(), teacher_layer)
+    options = (layer, temperature, teacher, kind, js_weight)
+    return Compared(*_Comparison.apply(hidden_NH, layer.weight_VH, layer.bias_V, *options))
+
+
+def chosen_log_probs(
+    hidden_NH: Tensor, layer: OutputLayer, ids_NK: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probs [N, K + 1] of K different words and of all others together, and the likeliest word."""
+    return _Chosen.apply(hidden_NH, layer.weight_VH, layer.bias_V, layer, temperature, ids_NK)
+
+
+@torch.no_grad()
+def top_words(hidden_NH: Tensor, layer: OutputLayer, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the ids [N, K] of the k likeliest words, and the log-probs [N, K + 1] of ``chosen_log_probs``."""
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        blocks = _blocks(_Forbidding, hidden_NH.to(product_dtype(hidden_NH)), layer, temperature)
+        best_NK, ids_NK = hidden_NH.new_empty(len(hidden_NH), 0, dtype=torch.float32), None
+        for words in blocks.words:
+            logits_Nv = blocks.logits(words)
+            found_NK, places_NK = logits_Nv.topk(min(k, logits_Nv.shape[1]), dim=1)
+            places_NK += words.start
+            ids_NK = places_NK if ids_NK is None else torch.cat([ids_NK, places_NK], dim=1)
+            best_NK, order_NK = torch.cat([best_NK, found_NK], dim=1).topk(min(k, ids_NK.shape[1]), dim=1)
+            ids_NK = ids_NK.gather(1, order_NK)
+    return ids_NK, chosen_log_probs(hidden_NH, layer, ids_NK, temperature=temperature)[0]
+
+
+def _blocks(kind: Any, hidden_NH: Tensor, layer: OutputLayer, temperature: float) -> Any:
+    return kind(hidden_NH, layer, temperature, [])
+
+
+class _Sum:
+    """log sum exp of N rows that arrive in blocks, with sums that are weighed by the same exponentials."""
+
+    def __init__(self, n_tokens: int, device: torch.device) -> None:
+        self.highest_N = torch.full((n_tokens,), LOWEST, device=device)
+        # float64: a sum over hundreds of blocks keeps the digits of each
+        self.sum_N, self.weighed_N, self.own_N = torch.zeros(3, n_tokens, dtype=torch.float64, device=device)
+        self.best_N = torch.zeros(n_tokens, dtype=torch.long, device=device)
+
+    def add(self, logits_Nv: Tensor, first: int, below_Nv: Tensor, exp_Nv: Tensor) -> None:
+        """Add a block; write logits - highest and their exponentials to the last two."""
+        top_N, place_N = logits_Nv.max(dim=1)
+        self.best_N = torch.where(top_N > self.highest_N, place_N + first, self.best_N)
+        highest_N = torch.maximum(self.highest_N, top_N)
+        down_N = (self.highest_N - highest_N).clamp(min=VANISHES).double()
+        self.own_N = (self.own_N + down_N * self.sum_N) * down_N.exp()
+        self.sum_N, self.weighed_N = self.sum_N * down_N.exp(), self.weighed_N * down_N.exp()
+        self.highest_N = highest_N
+        torch.sub(logits_Nv, highest_N[:, None], out=below_Nv)
+        torch.exp(below_Nv, out=exp_Nv)
+        self.sum_N = self.sum_N + exp_Nv.sum(dim=1)
+
+    def weigh(self, figures_Nv: Tensor, exp_Nv: Tensor) -> None:
+        """Add figures of the last block, each times its word's exponential; overwrites them."""
+        self.weighed_N = self.weighed_N + figures_Nv.mul_(exp_Nv).sum(dim=1)
+
+    @property
+    def log_N(self) -> Tensor:
+        """log sum exp of all blocks"""
+        return self.highest_N + self.sum_N.log()
+
+
+class _Gradient(NamedTuple):
+    """What the gradient of a divergence needs, per token."""
+
+    log_sum_N: Tensor
+    teacher_log_sum_N: Tensor
+    mean_N: Tensor
+    """The student's mean of what each of its words adds."""
+    upstream_N: Tensor
+
+
+class _Forbidding(Blocks):
+    """Logits in which -inf, a bias that forbids a word, is a finite number."""
+
+    def logits(self, words: slice, *, keep: bool = False) -> Tensor:
+        """See ``Blocks.logits``."""
+        logits_Nv = super().logits(words, keep=keep)
+        return logits_Nv if self.layer.bias_V is None else logits_Nv.clamp_(min=_FORBIDDEN)
+
+
+class _Pair(_Forbidding):
+    """Logits of a student, and beside them those of its teacher."""
+
+    teacher: Blocks
+    kind: str
+    js_weight: float
+
+    def both(self, words: slice, *, keep: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the logits [N, v] of student and teacher."""
+        q_Nv = self.logits(words, keep=words.stop <= keep)
+        return q_Nv, self.teacher.logits(words, keep=words.stop <= keep)
+
+    def compared(self, keep: int) -> tuple[tuple[Tensor, Tensor, Tensor], Compared]:
+        """Make one pass over the vocabulary, for js two."""
+        n_tokens, device = len(self.hidden_NH), self.hidden_NH.device
+        student, teacher = (_Sum(n_tokens, device) for _ in range(2))
+        for words in self.words:
+            q_Nv, p_Nv = self.both(words, keep=keep)
+            for blocks, sums, logits_Nv in ((self.teacher, teacher, p_Nv), (self, student, q_Nv)):
+                sums.add(logits_Nv, words.start, blocks.room(1, words), blocks.room(2, words))
+            below_Nv = self.teacher.room(1, words).mul_(self.teacher.room(2, words))
+            teacher.own_N = teacher.own_N + below_Nv.sum(dim=1)
+            if self.kind == "reverse":
+                difference_Nv = torch.sub(q_Nv, p_Nv, out=self.room(1, words))
+                student.weigh(difference_Nv, self.room(2, words))
+            elif self.kind == "forward":
+                difference_Nv = torch.sub(p_Nv, q_Nv, out=self.room(1, words))
+                teacher.weigh(difference_Nv, self.teacher.room(2, words))
+        q_log_N, p_log_N = student.log_N, teacher.log_N
+        # equal logits give exactly 0
+        shift_N = (student.highest_N.double() - teacher.highest_N) + (
+            student.sum_N.log() - teacher.sum_N.log()
+        )
+        if self.kind == "reverse":
+            mean_N = found_N = student.weighed_N / student.sum_N - shift_N
+        elif self.kind == "forward":
+            mean_N = found_N = teacher.weighed_N / teacher.sum_N + shift_N
+        else:
+            mean_N, rest_N = torch.zeros_like(q_log_N), torch.zeros_like(q_log_N)
+            for words in self.words:
+                log_q_Nv, log_p_Nv = self.log_probs(words, self.both(words), q_log_N, p_log_N)
+                above_p_Nv, above_q_Nv = _mixture(log_p_Nv - log_q_Nv, self.js_weight)
+                mean_N = mean_N - (log_q_Nv.exp_() * above_q_Nv).sum(dim=1)
+                rest_N = rest_N - (log_p_Nv.exp_() * above_p_Nv).sum(dim=1)
+            found_N = self.js_weight * rest_N + (1 - self.js_weight) * mean_N
+        entropy_N = teacher.sum_N.log() - teacher.own_N / teacher.sum_N
+        agrees_N = student.best_N == teacher.best_N
+        return (q_log_N, p_log_N, mean_N), Compared(found_N.float(), agrees_N.float(), entropy_N.float())
+
+    def log_probs(
+        self, words: slice, logits: tuple[Tensor, Tensor], q_log_N: Tensor, p_log_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return log q and log p [N, v] in scratch buffers."""
+        return (
+            torch.sub(logits[0], q_log_N.float()[:, None], out=self.room(1, words)),
+            torch.sub(logits[1], p_log_N.float()[:, None], out=self.teacher.room(1, words)),
+        )
+
+    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: _Gradient) -> Tensor:
+        """Return the gradient of the divergence by the student's logits [N, v]."""
+        logits = logits_Nv, self.teacher.logits(words)
+        log_q_Nv, log_p_Nv = self.log_probs(words, logits, upstream.log_sum_N, upstream.teacher_log_sum_N)
+        q_Nv = torch.exp(log_q_Nv, out=self.room(2, words))
+        if self.kind == "forward":
+            gradient_Nv = q_Nv.sub_(log_p_Nv.exp_())
+        else:
+            mean_N1 = upstream.mean_N.float()[:, None]
+            if self.kind == "reverse":
+                gradient_Nv = log_q_Nv.sub_(log_p_Nv).sub_(mean_N1).mul_(q_Nv)
+            else:
+                above_q_Nv = _mixture(log_p_Nv - log_q_Nv, self.js_weight)[1]
+                gradient_Nv = above_q_Nv.neg_().sub_(mean_N1).mul_(q_Nv).mul_(1 - self.js_weight)
+        return gradient_Nv.mul_(upstream.upstream_N[:, None])
+
+
+class _Comparison(torch.autograd.Function):
+    """See ``compare``."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *options: Any) -> Any:
+        layer, temperature, (teacher_NH, teacher_layer), kind, js_weight = options
+        ctx.hidden_dtype, dtype = hidden_NH.dtype, product_dtype(hidden_NH)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            own = replace(layer, weight_VH=weight_VH, bias_V=bias_V)
+            pair = _blocks(_Pair, hidden_NH.to(dtype), own, temperature)
+            pair.teacher = _blocks(_Forbidding, teacher_NH.to(dtype), teacher_layer, temperature)
+            pair.kind, pair.js_weight = kind, js_weight
+            keep = pair.words_kept() if any(ctx.needs_input_grad) else 0
+            saved, found = pair.compared(keep)
+        ctx.pair = pair
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(found.agrees_N, found.teacher_entropy_N)
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        del others
+        with torch.autocast(gradient_N.device.type, enabled=False):
+            upstream = _Gradient(*ctx.saved_tensors, gradient_N)
+            hidden, weight, bias = differentiate(ctx.pair, upstream, wanted=ctx.needs_input_grad)
+        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 5
+
+
+class _ChosenGradient(NamedTuple):
+    log_sum_N: Tensor
+    others_N: Tensor
+    """log sum exp of the words that are not chosen; -inf: there are none."""
+    upstream_NK: Tensor
+
+
+class _ChosenBlocks(_Forbidding):
+    """Logits with K words of each token apart from the others."""
+
+    def choose(self, ids_NK: Tensor) -> None:
+        """Sort the chosen words, so that each block finds its own."""
+        ids, order = ids_NK.flatten().sort(stable=True)
+        self._rows, self._columns, self._ids = order // ids_NK.shape[1], order % ids_NK.shape[1], ids
+        starts = torch.tensor([words.start for words in self.words], device=ids.device)
+        self._ends = [*torch.searchsorted(ids, starts).tolist(), len(ids)]
+
+    def chosen(self, words: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row, column of the chosen words of a block, and their number k among the row's K."""
+        block = words.start // self.words[0].stop
+        here = slice(self._ends[block], self._ends[block + 1])
+        return self._rows[here], self._ids[here] - words.start, self._columns[here]
+
+    def measure_chosen(self, shape: torch.Size, keep: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return logits [N, K], log-sums of all words and of those that are not chosen, and the likeliest."""
+        device = self.hidden_NH.device
+        picked_NK = torch.zeros(shape, device=device)
+        everything, others = (_Sum(shape[0], device) for _ in range(2))
+        for words in self.words:
+            logits_Nv, (rows, places, number) = (
+                self.logits(words, keep=words.stop <= keep),
+                self.chosen(words),
+            )
+            picked_NK[rows, number] = logits_Nv[rows, places]
+            everything.add(logits_Nv, words.start, self.room(1, words), self.room(2, words))
+            rest_Nv = self.room(2, words).copy_(logits_Nv)
+            rest_Nv[rows, places] = LOWEST
+            others.add(rest_Nv, words.start, self.room(1, words), self.room(2, words))
+        others_N = torch.where(others.highest_N > LOWEST, others.log_N, -torch.inf)
+        return picked_NK, everything.log_N, others_N, everything.best_N
+
+    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: _ChosenGradient) -> Tensor:
+        rows, places, number = self.chosen(words)
+        whole_N1 = upstream.upstream_NK.sum(dim=1, keepdim=True)
+        log_q_Nv = torch.sub(logits_Nv, upstream.log_sum_N.float()[:, None], out=self.room(1, words))
+        gradient_Nv = log_q_Nv.exp_().mul_(-whole_N1)
+        at_chosen = gradient_Nv[rows, places] + upstream.upstream_NK[rows, number]
+        others_N1 = upstream.others_N.float()[:, None].clamp(min=LOWEST)
+        share_Nv = torch.sub(logits_Nv, others_N1, out=self.room(2, words)).clamp_(max=0).exp_()
+        gradient_Nv.addcmul_(share_Nv, upstream.upstream_NK[:, -1:])
+        gradient_Nv[rows, places] = at_chosen
+        return gradient_Nv
+
+
+class _Chosen(torch.autograd.Function):
+    """See ``chosen_log_probs``."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *options: Any) -> Any:
+        layer, temperature, ids_NK = options
+        ctx.hidden_dtype, dtype = hidden_NH.dtype, product_dtype(hidden_NH)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            own = replace(layer, weight_VH=weight_VH, bias_V=bias_V)
+            blocks = ctx.blocks = _blocks(_ChosenBlocks, hidden_NH.to(dtype), own, temperature)
+            blocks.choose(ids_NK)
+            keep = blocks.words_kept() if any(ctx.needs_input_grad) else 0
+            picked_NK, log_sum_N, others_N, best_N = blocks.measure_chosen(ids_NK.shape, keep)
+        ctx.save_for_backward(log_sum_N, others_N)
+        ctx.mark_non_differentiable(best_N)
+        return torch.cat([picked_NK, others_N[:, None]], dim=1).sub(log_sum_N[:, None]).float(), best_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NK: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        del others
+        with torch.autocast(gradient_NK.device.type, enabled=False):
+            upstream = _ChosenGradient(*ctx.saved_tensors, gradient_NK)
+            hidden, weight, bias = differentiate(ctx.blocks, upstream, wanted=ctx.needs_input_grad)
+        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 3

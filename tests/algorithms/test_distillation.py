@@ -1,0 +1,138 @@
+"""Divergences in blocks of the vocabulary, against float64 by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.algorithms import output_layer
+from strop.algorithms.distillation import chosen_log_probs, compare, cut, divergence, top_words
+from strop.algorithms.output_layer import OutputLayer
+
+KINDS = ("reverse", "forward", "js")
+N, H, H_TEACHER, V = 7, 6, 10, 300
+
+
+def by_definition(p: Tensor, q: Tensor, kind: str, b: float) -> Tensor:
+    """Compute from probabilities [..., V], in float64."""
+
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(one > 0, one * (one.log() - other.log()), 0.0).sum(-1)
+
+    if kind == "js":
+        mixture = b * p + (1 - b) * q
+        return b * kl(p, mixture) + (1 - b) * kl(q, mixture)
+    return kl(p, q) if kind == "forward" else kl(q, p)
+
+
+def case(seed: int = 0, width: int = H_TEACHER) -> tuple[Tensor, OutputLayer, Tensor, OutputLayer]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    layer = OutputLayer(draw(V, H).requires_grad_(), draw(V).requires_grad_(), scale=0.9, soft_cap=8.0)
+    return draw(N, H).requires_grad_(), layer, draw(N, width), OutputLayer(draw(V, width))
+
+
+def probabilities(hidden: Tensor, layer: OutputLayer, temperature: float) -> Tensor:
+    wide = OutputLayer(
+        layer.weight_VH.detach().double(),
+        None if layer.bias_V is None else layer.bias_V.detach().double(),
+        layer.scale,
+        layer.soft_cap,
+    )
+    return (wide(hidden.double()) / temperature).softmax(-1)
+
+
+@pytest.fixture(params=[64, 1 << 20], ids=["blocks", "one_block"])
+def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "_BLOCK_ON_CPU", request.param)
+
+
+@pytest.mark.usefixtures("_sizes")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_values_and_gradients(kind: str, temperature: float) -> None:
+    hidden, layer, teacher_hidden, teacher_layer = case()
+    found = compare(
+        *(hidden, layer, teacher_hidden, teacher_layer), kind=kind, js_weight=0.3, temperature=temperature
+    )
+    upstream = torch.linspace(0.5, 2, N)
+    gradients = torch.autograd.grad(
+        (found.divergence_N * upstream).sum(), [hidden, layer.weight_VH, layer.bias_V]
+    )
+
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, layer.weight_VH, layer.bias_V)]
+    wide = OutputLayer(inputs[1], inputs[2], layer.scale, layer.soft_cap)
+    q = (wide(inputs[0]) / temperature).softmax(-1)
+    p = probabilities(teacher_hidden, teacher_layer, temperature)
+    expected = by_definition(p, q, kind, 0.3)
+    torch.testing.assert_close(found.divergence_N.double(), expected.detach(), atol=2e-6, rtol=2e-6)
+    wanted = torch.autograd.grad((expected * upstream).sum(), inputs)
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.teacher_entropy_N.double(), -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.agrees_N.bool(), p.argmax(-1) == q.argmax(-1))
+
+
+@pytest.mark.usefixtures("_sizes")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_that_is_the_student_gives_exactly_nothing(kind: str) -> None:
+    hidden, layer, *_ = case()
+    found = compare(hidden, layer, hidden, layer, kind=kind, js_weight=0.5, temperature=0.7)
+    assert not found.divergence_N.any() and found.agrees_N.all()
+    for gradient in torch.autograd.grad(found.divergence_N.sum(), [hidden, layer.weight_VH]):
+        assert not gradient.any()
+
+
+@pytest.mark.usefixtures("_sizes")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 5, V])
+def test_top_words_with_one_for_all_others(kind: str, k: int) -> None:
+    hidden, layer, teacher_hidden, teacher_layer = case()
+    ids, teacher = top_words(teacher_hidden, teacher_layer, k, temperature=0.8)
+    student, best = chosen_log_probs(hidden, layer, ids, temperature=0.8)
+    found = divergence(teacher, student, kind, 0.3)
+    gradients = torch.autograd.grad(found.sum(), [hidden, layer.weight_VH, layer.bias_V])
+
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, layer.weight_VH, layer.bias_V)]
+    q = (OutputLayer(inputs[1], inputs[2], layer.scale, layer.soft_cap)(inputs[0]) / 0.8).softmax(-1)
+    p = probabilities(teacher_hidden, teacher_layer, 0.8)
+    assert torch.equal(ids, p.topk(k).indices) and torch.equal(best, q.argmax(-1))
+    others = torch.ones_like(p).scatter(1, ids, 0)
+    pair = [torch.cat([x.gather(1, ids), (x * others).sum(1, keepdim=True)], 1) for x in (p, q)]
+    pair = [x[:, : min(k + 1, V)] for x in pair]
+    expected = by_definition(pair[0], pair[1], kind, 0.3)
+    torch.testing.assert_close(found.double(), expected.detach(), atol=2e-6, rtol=2e-6)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.sum(), inputs), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
+    full = compare(
+        hidden, layer, teacher_hidden, teacher_layer, kind=kind, js_weight=0.3, temperature=0.8
+    ).divergence_N
+    assert (found <= full + 1e-6).all()
+    if k == V:
+        torch.testing.assert_close(found, full, atol=2e-6, rtol=2e-6)
+
+
+def test_forbidden_words_and_far_distributions_are_finite() -> None:
+    hidden, layer, teacher_hidden, _ = case()
+    bias = torch.zeros(V).index_fill(0, torch.arange(5), -torch.inf)
+    forbidding = OutputLayer(torch.randn(V, H_TEACHER) * 50, bias)
+    for kind in KINDS:
+        found = compare(
+            hidden, layer, teacher_hidden, forbidding, kind=kind, js_weight=0.5, temperature=1.0
+        ).divergence_N
+        assert found.isfinite().all() and (found >= 0).all()
+        assert torch.autograd.grad(found.sum(), hidden)[0].isfinite().all()
+
+
+def test_layers_are_cut_to_equal_words() -> None:
+    hidden, layer, teacher_hidden, teacher_layer = case()
+    assert len(cut(layer, 250).weight_VH) == len(cut(layer, 250).bias_V) == 250 and cut(layer, V) is layer
+    with pytest.raises(ValueError, match="300 words and 250"):
+        compare(
+            *(hidden, layer, teacher_hidden, cut(teacher_layer, 250)),
+            **{"kind": "reverse", "js_weight": 0.5, "temperature": 1.0},
+        )
