@@ -93,6 +93,7 @@ PAGES = {
     "algorithm": ["algorithm"],
     "data": ["data"],
     "reward_model": ["reward_model", "custom_reward_function"],
+    "teacher": ["teacher"],
     "environment": ["environment"],
     "agent": ["agent"],
     "trainer": ["trainer"],

@@ -115,6 +115,12 @@ ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is
 update_log_probs    | BT  | float32 | nats   | actor   | samples | in the last epoch's step | several steps
 ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | a full KL is used
 full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | a full KL is used
+teacher_log_prob    | BT  | float32 | nats   | teacher | advantages | log-prob | a teacher
+teacher_entropy     | BT  | float32 | nats   | teacher | metrics | entropy | a teacher
+teacher_hidden      | BTH | float32 |        | teacher | actor | hidden states | if whole
+teacher_ids         | BTK | int32   | id     | teacher | actor | its likeliest words | top_k
+teacher_top         | BTK | float32 | nats   | teacher | actor | log-probs; last: all others | top_k
+teacher_kl          | BT  | float32 | nats   | driver  | metrics | policy - teacher | kl=sampled
 values              | BT  | float32 | score  | critic  | advantages, value loss | before the update | gae
 kl                  | BT  | float32 | nats   | driver  | driver, metrics | estimate of the KL | a KL is used
 token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
@@ -151,7 +157,7 @@ response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens ins
 follows             | B*  | int32   | index  | samples | users | response token before each; -1, -2 | a tree
 rollout_versions    | B*  | int32   | number | samples | users | version that sampled the token | optional
 """)
-_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "update_log_probs", "ref_log_prob")
+_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "update_log_probs", "ref_log_prob", "teacher_log_prob")
 TOKEN_COLUMNS = {
     **dict.fromkeys((*_LOG_PROBS, "token_level_rewards"), 16),
     **dict.fromkeys(("entropys", "values", "advantages", "returns"), 11),

@@ -682,7 +682,7 @@ class TrainRewardModel(TypedDict, total=False):
     max_length: int | None
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
     reward_manager: str | Callable[..., Any]
-    """naive (one process), prime (num_workers processes), or an import path."""
+    """naive (one process), prime (num_workers processes), none (a teacher alone), or an import path."""
     num_workers: int | None
     """Scoring processes of prime, on the driver's machine; null: one for each core, at most 16."""
     reward_kwargs: Mapping[str, Any]
@@ -720,6 +720,44 @@ class TrainCustomRewardFunction(TypedDict, total=False):
     """Python file that defines it; null: the built-in scorers, by data source."""
     name: str
     """Name of the function in that file."""
+
+
+class TrainTeacherModel(TypedDict, total=False):
+    """The teacher's model; precision and packing are the policy's."""
+
+    path: str | Path
+    """Model as of the policy's path; reference: the policy with its LoRA adapters off; empty: no teacher."""
+    external_lib: str | Sequence[str] | None
+    """Package, or list of packages, to import first."""
+    override_config: Mapping[str, Any]
+    """Values laid over the model's config.json."""
+    trust_remote_code: bool
+    """Run Python code that comes with the model."""
+    attn_implementation: (
+        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None
+    )
+    """Attention kernel of transformers; null: its choice."""
+    fsdp_config: TrainActorRolloutRefRefFsdpConfig
+    """Sharding of a model that is only evaluated."""
+
+
+class TrainTeacher(TypedDict, total=False):
+    """A teacher, alone or beside a reward."""
+
+    model: TrainTeacherModel
+    """The teacher's model; precision and packing are the policy's."""
+    kl: Literal["reverse", "forward", "js", "sampled"]
+    """Divergence of whole distributions, or the reverse KL's estimate by the sampled token alone."""
+    js_weight: float
+    """The teacher's share of the mixture of js (beta of generalized JSD); at 0 and 1 it would be 0."""
+    top_k: int | None
+    """Compare the teacher's k likeliest words, and all others as one; null: all words."""
+    use: Literal["auto", "loss", "advantage"]
+    """auto: a part of the advantages with sampled, of the loss with the other kinds."""
+    coef: float
+    """Weight of the teacher's part."""
+    megatron: TrainActorRolloutRefActorMegatron
+    """Layout of a model with strategy=megatron; roles in one pool have the same."""
 
 
 class TrainEnvironment(TypedDict, total=False):
@@ -844,6 +882,8 @@ class TrainKeys(TypedDict, total=False):
     """The reward model (only with enable), and the reward manager (always)."""
     custom_reward_function: TrainCustomRewardFunction
     """Your own reward function: compute_score(response, ground_truth, ...); see strop docs rewards."""
+    teacher: TrainTeacher
+    """A teacher, alone or beside a reward."""
     lr: float
     """Short for actor_rollout_ref.actor.optim.lr.
 
@@ -875,6 +915,8 @@ class EvaluateKeys(TypedDict, total=False):
     """The reward model (only with enable), and the reward manager (always)."""
     custom_reward_function: TrainCustomRewardFunction
     """Your own reward function: compute_score(response, ground_truth, ...); see strop docs rewards."""
+    teacher: TrainTeacher
+    """A teacher, alone or beside a reward."""
 
 
 class SftData(TypedDict, total=False):

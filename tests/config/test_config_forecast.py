@@ -250,6 +250,7 @@ def test_the_number_of_files_of_samples(overrides, files):
 SAMPLES = [
     "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "data.max_prompt_length=10",
     "data.max_response_length=500", "actor_rollout_ref.rollout.n=4",
+    "teacher.model.path=teacher",
 ]  # fmt: skip
 
 

@@ -40,6 +40,9 @@ REWARDS = {
     *("reward_model.reward_kwargs", "reward_model.parts", "reward_model.non_stop_penalty"),
     *("reward_model.penalty_reward_value", "reward_model.min_response_length"),
 }
+TEACHER = {
+    f"teacher.{name}" for name in ("model.path", "model.override_config", "kl", "js_weight", "top_k", "use")
+}
 FILES = {
     *(f"{section}.{name}" for section in (POLICY, CRITIC) for name in ("path", "lora_adapter_path")),
     *("data.tokenizer", "data.train_files", "custom_reward_function.path"),
@@ -57,7 +60,7 @@ def test_model_data_and_reward_stay_and_only_the_model_counts_in_a_validation():
     keys = all_keys()
     assert {
         path for path, key in keys.items() if decides_what_is_trained(key)
-    } == MODELS | DATA | REWARDS | TURNS
+    } == MODELS | DATA | REWARDS | TURNS | TEACHER
     validated = {path for path, key in keys.items() if decides_what_is_trained(key, validates_only=True)}
     assert validated == MODELS
     assert {path for path, key in keys.items() if key.names_files} == FILES

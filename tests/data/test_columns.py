@@ -39,6 +39,9 @@ CONFIGURATIONS = {
         "algorithm.kl_ctrl.kl_coef=0.1",
         "custom_reward_function.path={inputs}/reward.py",
     ],
+    "teacher": ["teacher.model.path={inputs}/model", "teacher.kl=js"],
+    "top words of a teacher": ["teacher.model.path={inputs}/model", "teacher.top_k=3"],
+    "sampled by a teacher": ["teacher.model.path={inputs}/model", "teacher.kl=sampled"],
     "reward model": ["reward_model.enable=True", "reward_model.model.input_tokenizer=null"],
 }
 

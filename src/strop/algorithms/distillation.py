@@ -1,8 +1,8 @@
 """Divergences between the next-word distributions of a teacher and a student, in blocks of the vocabulary.
 
 p: teacher, q: student. Forward: KL(p || q). Reverse: KL(q || p). Jensen-Shannon of weight b (Agarwal et al.,
-arXiv:2306.13649): b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q. Gradients are the student's only.
-No tensor of [N, V] exists: see ``strop.algorithms.output_layer``.
+2023, arXiv:2306.13649): b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q. Gradients are the
+student's only. No tensor of [N, V] exists: see ``strop.algorithms.output_layer``.
 
 Shapes: N tokens, H hidden, V vocabulary, v words of one block, K words that are compared one by one.
 """
@@ -39,7 +39,7 @@ def divergence(teacher: Tensor, student: Tensor, kind: str, js_weight: float = 0
 
 
 def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
-    """Return log m - log p and log m - log q of log p - log q; exactly 0 where that is 0, without overflow."""
+    """Return log m - log p and log m - log q, given log p - log q; exactly 0 where that is 0."""
     weight = torch.where(difference < 0, js_weight, 1 - js_weight)
     common = (weight * (-difference.abs()).expm1()).log1p()
     return (-difference).relu() + common, difference.relu() + common
@@ -59,7 +59,6 @@ class Compared(NamedTuple):
     divergence_N: Tensor
     agrees_N: Tensor
     """1 where both have the same likeliest word."""
-    teacher_entropy_N: Tensor
 
 
 def compare(
@@ -72,7 +71,7 @@ def compare(
     js_weight: float,
     temperature: float,
 ) -> Compared:
-    """Compare the distributions of hidden states, which may have other widths, through layers of equal words."""
+    """Compare the distributions of hidden states, of any widths, through layers of equal words."""
     if len(layer.weight_VH) != len(teacher_layer.weight_VH):
         raise ValueError(f"{len(layer.weight_VH)} words and {len(teacher_layer.weight_VH)} of the teacher")
     teacher = (teacher_hidden_NH.detach(), teacher_layer)
@@ -83,21 +82,22 @@ def compare(
 def chosen_log_probs(
     hidden_NH: Tensor, layer: OutputLayer, ids_NK: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs [N, K + 1] of K different words and of all others together, and the likeliest word."""
+    """Return log-probs [N, K + 1] of K words and of all others as one, and the likeliest word [N]."""
     return _Chosen.apply(hidden_NH, layer.weight_VH, layer.bias_V, layer, temperature, ids_NK)
 
 
 @torch.no_grad()
 def top_words(hidden_NH: Tensor, layer: OutputLayer, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the ids [N, K] of the k likeliest words, and the log-probs [N, K + 1] of ``chosen_log_probs``."""
+    """Return the ids [N, K] of the k likeliest words, and their ``chosen_log_probs`` [N, K + 1]."""
     with torch.autocast(hidden_NH.device.type, enabled=False):
         blocks = _blocks(_Forbidding, hidden_NH.to(product_dtype(hidden_NH)), layer, temperature)
-        best_NK, ids_NK = hidden_NH.new_empty(len(hidden_NH), 0, dtype=torch.float32), None
+        best_NK = hidden_NH.new_empty(len(hidden_NH), 0, dtype=torch.float32)
+        ids_NK = best_NK.long()
         for words in blocks.words:
             logits_Nv = blocks.logits(words)
             found_NK, places_NK = logits_Nv.topk(min(k, logits_Nv.shape[1]), dim=1)
             places_NK += words.start
-            ids_NK = places_NK if ids_NK is None else torch.cat([ids_NK, places_NK], dim=1)
+            ids_NK = torch.cat([ids_NK, places_NK], dim=1)
             best_NK, order_NK = torch.cat([best_NK, found_NK], dim=1).topk(min(k, ids_NK.shape[1]), dim=1)
             ids_NK = ids_NK.gather(1, order_NK)
     return ids_NK, chosen_log_probs(hidden_NH, layer, ids_NK, temperature=temperature)[0]
@@ -113,7 +113,7 @@ class _Sum:
     def __init__(self, n_tokens: int, device: torch.device) -> None:
         self.highest_N = torch.full((n_tokens,), LOWEST, device=device)
         # float64: a sum over hundreds of blocks keeps the digits of each
-        self.sum_N, self.weighed_N, self.own_N = torch.zeros(3, n_tokens, dtype=torch.float64, device=device)
+        self.sum_N, self.weighed_N = torch.zeros(2, n_tokens, dtype=torch.float64, device=device)
         self.best_N = torch.zeros(n_tokens, dtype=torch.long, device=device)
 
     def add(self, logits_Nv: Tensor, first: int, below_Nv: Tensor, exp_Nv: Tensor) -> None:
@@ -122,7 +122,6 @@ class _Sum:
         self.best_N = torch.where(top_N > self.highest_N, place_N + first, self.best_N)
         highest_N = torch.maximum(self.highest_N, top_N)
         down_N = (self.highest_N - highest_N).clamp(min=VANISHES).double()
-        self.own_N = (self.own_N + down_N * self.sum_N) * down_N.exp()
         self.sum_N, self.weighed_N = self.sum_N * down_N.exp(), self.weighed_N * down_N.exp()
         self.highest_N = highest_N
         torch.sub(logits_Nv, highest_N[:, None], out=below_Nv)
@@ -133,9 +132,8 @@ class _Sum:
         """Add figures of the last block, each times its word's exponential; overwrites them."""
         self.weighed_N = self.weighed_N + figures_Nv.mul_(exp_Nv).sum(dim=1)
 
-    @property
-    def log_N(self) -> Tensor:
-        """log sum exp of all blocks"""
+    def log(self) -> Tensor:
+        """Return the logarithm of the sum."""
         return self.highest_N + self.sum_N.log()
 
 
@@ -178,15 +176,13 @@ class _Pair(_Forbidding):
             q_Nv, p_Nv = self.both(words, keep=keep)
             for blocks, sums, logits_Nv in ((self.teacher, teacher, p_Nv), (self, student, q_Nv)):
                 sums.add(logits_Nv, words.start, blocks.room(1, words), blocks.room(2, words))
-            below_Nv = self.teacher.room(1, words).mul_(self.teacher.room(2, words))
-            teacher.own_N = teacher.own_N + below_Nv.sum(dim=1)
             if self.kind == "reverse":
                 difference_Nv = torch.sub(q_Nv, p_Nv, out=self.room(1, words))
                 student.weigh(difference_Nv, self.room(2, words))
             elif self.kind == "forward":
                 difference_Nv = torch.sub(p_Nv, q_Nv, out=self.room(1, words))
                 teacher.weigh(difference_Nv, self.teacher.room(2, words))
-        q_log_N, p_log_N = student.log_N, teacher.log_N
+        q_log_N, p_log_N = student.log(), teacher.log()
         # equal logits give exactly 0
         shift_N = (student.highest_N.double() - teacher.highest_N) + (
             student.sum_N.log() - teacher.sum_N.log()
@@ -203,9 +199,8 @@ class _Pair(_Forbidding):
                 mean_N = mean_N - (log_q_Nv.exp_() * above_q_Nv).sum(dim=1)
                 rest_N = rest_N - (log_p_Nv.exp_() * above_p_Nv).sum(dim=1)
             found_N = self.js_weight * rest_N + (1 - self.js_weight) * mean_N
-        entropy_N = teacher.sum_N.log() - teacher.own_N / teacher.sum_N
         agrees_N = student.best_N == teacher.best_N
-        return (q_log_N, p_log_N, mean_N), Compared(found_N.float(), agrees_N.float(), entropy_N.float())
+        return (q_log_N, p_log_N, mean_N), Compared(found_N.float(), agrees_N.float())
 
     def log_probs(
         self, words: slice, logits: tuple[Tensor, Tensor], q_log_N: Tensor, p_log_N: Tensor
@@ -216,8 +211,8 @@ class _Pair(_Forbidding):
             torch.sub(logits[1], p_log_N.float()[:, None], out=self.teacher.room(1, words)),
         )
 
-    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: _Gradient) -> Tensor:
-        """Return the gradient of the divergence by the student's logits [N, v]."""
+    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Any) -> Tensor:
+        """Return the gradient by the student's logits [N, v]; ``upstream`` is a ``_Gradient``."""
         logits = logits_Nv, self.teacher.logits(words)
         log_q_Nv, log_p_Nv = self.log_probs(words, logits, upstream.log_sum_N, upstream.teacher_log_sum_N)
         q_Nv = torch.exp(log_q_Nv, out=self.room(2, words))
@@ -249,7 +244,7 @@ class _Comparison(torch.autograd.Function):
             saved, found = pair.compared(keep)
         ctx.pair = pair
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(found.agrees_N, found.teacher_entropy_N)
+        ctx.mark_non_differentiable(found.agrees_N)
         return tuple(found)
 
     @staticmethod
@@ -300,10 +295,10 @@ class _ChosenBlocks(_Forbidding):
             rest_Nv = self.room(2, words).copy_(logits_Nv)
             rest_Nv[rows, places] = LOWEST
             others.add(rest_Nv, words.start, self.room(1, words), self.room(2, words))
-        others_N = torch.where(others.highest_N > LOWEST, others.log_N, -torch.inf)
-        return picked_NK, everything.log_N, others_N, everything.best_N
+        others_N = torch.where(others.highest_N > LOWEST, others.log(), -torch.inf)
+        return picked_NK, everything.log(), others_N, everything.best_N
 
-    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: _ChosenGradient) -> Tensor:
+    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Any) -> Tensor:
         rows, places, number = self.chosen(words)
         whole_N1 = upstream.upstream_NK.sum(dim=1, keepdim=True)
         log_q_Nv = torch.sub(logits_Nv, upstream.log_sum_N.float()[:, None], out=self.room(1, words))

@@ -398,9 +398,12 @@ def _matrix(memory: Tensor, n_tokens: int, width: int) -> Tensor:
 
 
 def differentiate(
-    blocks: Blocks | _Tiles, upstream: Upstream, *, wanted: tuple[bool, ...]
+    blocks: Blocks | _Tiles, upstream: Any, *, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``."""
+    """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``.
+
+    ``upstream`` is what the ``gradient`` of these ``blocks`` takes.
+    """
     hidden_NH, layer = blocks.hidden_NH, blocks.layer
     # float32: a sum over 594 blocks in bfloat16 is 20 times as far off as one rounding, and biased
     # (benchmarks/results/accumulation_2026-11-22.md)

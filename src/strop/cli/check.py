@@ -30,6 +30,7 @@ from strop.config.batch_plan import (
     ForwardPlan,
     MicroBatchKeys,
     UpdatePlan,
+    keys_of_pass,
 )
 from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl, sizes_in_verl
@@ -58,6 +59,7 @@ _FORWARD_NAMES = {
     "ref": "reference log-probs",
     "values": "values",
     "reward_model": "reward model",
+    "teacher": "teacher",
 }
 
 
@@ -295,7 +297,7 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
         "old log-probs": f"from {_old_log_probs(config)}",
     }
     for name, forward in plan.forwards.items():
-        words = _micro_batches(forward, config, MICRO_BATCHES[name])
+        words = _micro_batches(forward, config, keys_of_pass(name))
         rows[f"{_FORWARD_NAMES[name]}: micro-batches on each rank"] = words
     totals: dict[str, int | None] = {
         "training prompts": plan.train_rows,
@@ -349,6 +351,7 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
         "RefPolicy": ("ref", "reference"),
         "Critic": ("values", "critic"),
         "RewardModel": ("reward_model", "reward model"),
+        "Teacher": ("teacher", "teacher"),
     }
     for role, pool in placement.roles.items():
         forward, name = names[role]

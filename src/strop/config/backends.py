@@ -93,6 +93,7 @@ _MODELS = {
     "critic": "critic",
     "values": "critic",
     "reward_model": "reward_model",
+    "teacher": "teacher",
     "update": "model",
 }
 

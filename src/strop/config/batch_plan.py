@@ -13,7 +13,13 @@ from typing import Self
 from strop.config.backends import ENGINES, EngineKind
 from strop.config.keys import divisors, longest_row, nearest_in_words, value_at
 from strop.config.placement import Placement
-from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
+from strop.config.roles import (
+    reference_is_the_actor,
+    teacher_is_the_actor,
+    uses_critic,
+    uses_reference,
+    uses_teacher,
+)
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import PairConfig, SupervisedConfig
 from strop.errors import Attempts, ConfigError
@@ -72,9 +78,14 @@ SUPERVISED_MICRO_BATCH = MicroBatchKeys(
 MODELS: dict[str, str] = {
     **dict.fromkeys(("actor", "log_prob", "ref"), "actor_rollout_ref.model"),
     **dict.fromkeys(("critic", "values"), "critic.model"),
-    **{"reward_model": "reward_model.model", "update": "model"},
+    **{"reward_model": "reward_model.model", "teacher": "teacher.model", "update": "model"},
 }
 """The section of the model of each pass; that of a supervised run is called update."""
+
+
+def keys_of_pass(name: str) -> MicroBatchKeys:
+    """Return the keys of the sizes of the pass `name`; a teacher has those of the reference."""
+    return MICRO_BATCHES["ref" if name == "teacher" else name]
 
 
 def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
@@ -83,9 +94,11 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
     Raises:
         ConfigError: the size does not divide the number of ranks.
     """
-    if name == "ref" and reference_is_the_actor(config):
+    if (name == "ref" and reference_is_the_actor(config)) or (
+        name == "teacher" and teacher_is_the_actor(config)
+    ):
         name = "actor"
-    key = MICRO_BATCHES[name].sequence_parallel
+    key = keys_of_pass(name).sequence_parallel
     shares = ranks > 1 and "shared_sequences" in engine_of(config, name).offers
     size = value_at(config, key) if shares else 1
     if ranks % size:
@@ -97,7 +110,7 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
 
 def engine_of(config: RootConfig, name: str) -> EngineKind:
     """Return the kind of the engine of the model that runs the pass `name`, or of a supervised run's."""
-    keys = MICRO_BATCHES.get(name, SUPERVISED_MICRO_BATCH)
+    keys = SUPERVISED_MICRO_BATCH if name == "update" else keys_of_pass(name)
     return ENGINES[config.strategy_of(keys.dynamic)]
 
 
@@ -113,7 +126,7 @@ def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatch
         ConfigError: both or neither of the two keys set, a deprecated size that does not divide over the
             ranks, a token cap that one whole sequence may exceed, or ranks that do not divide into groups.
     """
-    keys, sharing = MICRO_BATCHES[name], sequence_parallel_size(config, name, ranks)
+    keys, sharing = keys_of_pass(name), sequence_parallel_size(config, name, ranks)
     if value_at(config, keys.dynamic):
         return MicroBatchSize(max_tokens=_token_cap(config, name, sharing))
     per_gpu, overall = value_at(config, keys.per_gpu), value_at(config, keys.overall)
@@ -162,7 +175,7 @@ def sequences_of_a_row(config: SupervisedConfig) -> int:
 
 def _token_cap(config: Config, name: str, sharing: int) -> int:
     """Return the cap of ranks that share a sequence; `strop.config.memory.choices` sets unwritten ones."""
-    keys = MICRO_BATCHES[name]
+    keys = keys_of_pass(name)
     cap = value_at(config, keys.max_tokens) * sharing
     longest, words = longest_row_of(config, name)
     if cap < longest:
@@ -223,7 +236,7 @@ class BatchPlan:
     actor: UpdatePlan
     critic: UpdatePlan | None
     forwards: dict[str, ForwardPlan]
-    """Passes over all samples by name: log_prob, and ref, values and reward_model where the run has them."""
+    """Passes over all samples by name: log_prob, and those of ref, values, reward_model, teacher in use."""
     train_rows: int | None
     iterations_per_epoch: int | None
     iterations: int | None
@@ -287,6 +300,7 @@ def forward_passes(config: Config) -> list[str]:
         "ref": uses_reference(config),
         "values": uses_critic(config),
         "reward_model": config.reward_model.enable,
+        "teacher": uses_teacher(config),
     }
     return ["log_prob", *(name for name, present in optional.items() if present)]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strop.config.keys import Key, all_keys
-from strop.config.names import REWARD_MANAGERS, defining_file, is_import_path
+from strop.config.names import NO_REWARD, REWARD_MANAGERS, defining_file, is_import_path
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import NOT_COMPARED, SAME, SAME_MODEL
@@ -76,7 +76,8 @@ def decides_what_is_trained(key: Key, *, validates_only: bool = False) -> bool:
 
 def is_the_same(key: str, before: Any, now: Any) -> bool:
     """Return True for two names of one reward manager: ``prime`` is ``naive`` with more processes."""
-    return key == "reward_model.reward_manager" and before in REWARD_MANAGERS and now in REWARD_MANAGERS
+    alike = [name for name in REWARD_MANAGERS if name != NO_REWARD]
+    return key == "reward_model.reward_manager" and before in alike and now in alike
 
 
 def files_of(tree: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[tuple[str, list[str]]]:

@@ -29,8 +29,9 @@ TRACKERS: dict[str, str] = {
 OPTIONAL_PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 """Trackers that need the package, and the extra, of their own name."""
 
-REWARD_MANAGERS = ("naive", "prime")
-"""One class with one process or several: ``strop.rewards.loading.load_reward_manager``."""
+NO_REWARD = "none"
+REWARD_MANAGERS = ("naive", "prime", NO_REWARD)
+"""One class with one process or several, or no score in training: ``strop.rewards.loading``."""
 
 
 @cache

@@ -158,7 +158,7 @@ def instead_of_adapter(key: str, path: str | Path) -> str:
         f". To train it further, set {key}={base or 'its base model'} and "
         f"{key.removesuffix('path')}lora_adapter_path={path}"
     )
-    if key.startswith("reward_model."):  # it is not trained
+    if key.startswith(("reward_model.", "teacher.")):  # it is not trained
         further = ""
     return (
         f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. Set the path to a model "

@@ -11,14 +11,20 @@ from typing import TypeVar
 
 from strop.config.backends import ROLLOUTS
 from strop.config.paths import expand
-from strop.config.roles import policy_roles, reference_is_the_actor
+from strop.config.roles import has_teacher_role, policy_roles, reference_is_the_actor
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
 GLOBAL_POOL = "global_pool"
 
 # Passes over the samples that are not the policy's own.
-_PASS_ROLES = {"ref": "RefPolicy", "critic": "Critic", "values": "Critic", "reward_model": "RewardModel"}
+_PASS_ROLES = {
+    "ref": "RefPolicy",
+    "critic": "Critic",
+    "values": "Critic",
+    "reward_model": "RewardModel",
+    "teacher": "Teacher",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Placement:
         pools, policy = pools_of(config), policy_roles(config)
         default = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools))
         apart = [] if "ActorRolloutRef" in policy or reference_is_the_actor(config) else ["RefPolicy"]
-        roles = dict.fromkeys([*policy, "Critic", *apart, "RewardModel"], default)
+        teacher = ["Teacher"] if has_teacher_role(config) or "Teacher" in config.trainer.placement else []
+        roles = dict.fromkeys([*policy, "Critic", *apart, "RewardModel", *teacher], default)
         problems = []
         for role, pool in config.trainer.placement.items():
             if role not in roles:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from strop.config.names import needs_critic, sets_noise
+from strop.config.names import NO_REWARD, needs_critic, sets_noise
 from strop.config.schema import Config
 from strop.config.schema.policy import has_kl_term
+from strop.config.schema.teacher import THE_POLICY
 
 
 def uses_reference(config: Config) -> bool:
@@ -18,6 +19,36 @@ def reference_is_the_actor(config: Config) -> bool:
     """Return True if the reference is the actor with its LoRA adapters off: no second model is loaded."""
     adapted = config.actor_rollout_ref.model.has_adapters
     return uses_reference(config) and adapted and "RefPolicy" not in config.trainer.placement
+
+
+def uses_teacher(config: Config) -> bool:
+    """Return True if there are updates that learn from a teacher."""
+    return bool(config.teacher.model.path) and not config.trainer.val_only
+
+
+def teacher_is_the_actor(config: Config) -> bool:
+    """Return True if the teacher is the actor with its LoRA adapters off."""
+    return uses_teacher(config) and config.teacher.model.path == THE_POLICY
+
+
+def has_teacher_role(config: Config) -> bool:
+    """Return True if a worker of its own holds the teacher."""
+    return uses_teacher(config) and not teacher_is_the_actor(config)
+
+
+def teaches_by_advantages(config: Config) -> bool:
+    """Return True if the teacher is a part of the advantages, not of the loss."""
+    return uses_teacher(config) and config.teacher.kl == "sampled"
+
+
+def teacher_hidden(config: Config) -> bool:
+    """Return True if the teacher's hidden states travel, and its output layer is where the student is."""
+    return uses_teacher(config) and config.teacher.kl != "sampled" and config.teacher.top_k is None
+
+
+def has_reward(config: Config) -> bool:
+    """Return True unless a run learns from its teacher alone."""
+    return config.reward_model.reward_manager != NO_REWARD
 
 
 def uses_critic(config: Config) -> bool:
@@ -56,6 +87,7 @@ def roles_of(config: Config) -> list[str]:
         and not reference_is_the_actor(config),
         "Critic": uses_critic(config),
         "RewardModel": config.reward_model.enable,
+        "Teacher": has_teacher_role(config),
     }
     return [*policy, *(role for role, present in optional.items() if present)]
 
@@ -68,6 +100,8 @@ def model_paths(config: Config) -> dict[str, str]:
         paths["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path
+    if has_teacher_role(config):
+        paths["teacher.model.path"] = config.teacher.model.path
     return paths
 
 
@@ -135,4 +169,6 @@ def reason_for_old_log_prob_pass(config: Config) -> str | None:
         return "the full KL is computed with them"
     if has_kl_in_reward(config):
         return "the KL in the reward needs them"
+    if teaches_by_advantages(config):
+        return "the teacher's advantages need them"
     return None

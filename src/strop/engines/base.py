@@ -22,6 +22,7 @@ from strop.config.backends import ENGINES
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import ConfigError
 from strop.models.lora import LoraSettings
+from strop.models.teaching import Teaching
 from strop.protocol import DataProto
 
 Outputs = dict[str, Tensor]
@@ -62,6 +63,8 @@ class ModelSpec:
     """Adapters that are trained instead of the weights, but for a scalar head and ``modules_to_save``."""
     keeps_reference_head: bool = False
     """Keep a frozen copy of the output layer as loaded, for the full KL."""
+    teaching: Teaching | None = None
+    """Comparison with a teacher in passes ``with_teacher``."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,3 +144,24 @@ def check_causal(model: PreTrainedModel) -> None:
             "no values of states. If its configuration has is_decoder or causal, set it to True by "
             "model.override_config"
         )
+
+
+# Keys of configurations. A family with another is refused by check_projection.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Gemma 2 to 4; RecurrentGemma; xLSTM."""
+_MULTIPLIERS = ("logit_scale",)
+"""Cohere."""
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Granite; Inkling."""
+
+
+def _first(config: PretrainedConfig, keys: tuple[str, ...], default: Any) -> Any:
+    """Return the first of these entries of the text model's configuration that is set."""
+    found = (getattr(config.get_text_config(), key, None) for key in keys)
+    return next((value for value in found if value is not None), default)
+
+
+def projection_of(config: PretrainedConfig) -> tuple[float, float | None]:
+    """Return the scale of a family's logits, and the soft cap after it."""
+    scale = _first(config, _MULTIPLIERS, 1.0) / _first(config, _DIVISORS, 1.0)
+    return scale, _first(config, _SOFT_CAPS, None)

@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
+from strop.algorithms.distillation import cut, top_words
 from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
-from strop.models.heads import decoder_of, model_errors, require_numbers
+from strop.models.heads import decoder_of, model_errors, projection_of, require_numbers
+from strop.models.teaching import TEACHER_COLUMNS, Teaching, as_layer
 from strop.models.tree import by_leaf
 from strop.torch_private import has_forward_hooks
 
@@ -28,28 +30,12 @@ Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits are in memory at once if the head is more than a matrix
 
 
-# Keys of configurations. A family with another is refused by check_projection.
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Gemma 2 to 4; RecurrentGemma; xLSTM."""
-_MULTIPLIERS = ("logit_scale",)
-"""Cohere."""
-_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-"""Granite; Inkling."""
-
-
-def _first(config: PretrainedConfig, keys: tuple[str, ...], default: Any) -> Any:
-    """Return the first of these entries of the text model's configuration that is set."""
-    found = (getattr(config.get_text_config(), key, None) for key in keys)
-    return next((value for value in found if value is not None), default)
-
-
 class LogitProjection:
     """Map hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
 
     def __init__(self, config: PretrainedConfig, head: Projection) -> None:
         self._head = head
-        self._soft_cap = _first(config, _SOFT_CAPS, None)
-        self._scale = _first(config, _MULTIPLIERS, 1.0) / _first(config, _DIVISORS, 1.0)
+        self._scale, self._soft_cap = projection_of(config)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, through the head module."""
@@ -104,6 +90,8 @@ class PolicyModel(RoleModel):
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
         self.projection: Any = LogitProjection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
+        self.teaching: Teaching | None = None
+        self.teacher_head: OutputLayer | None = None
         if not head.weight.is_meta:
             with model_errors(language_model):
                 check_projection(language_model, self.projection)
@@ -133,14 +121,7 @@ class PolicyModel(RoleModel):
         self._reference_head = {name: weight.detach().clone() for name, weight in head.named_parameters()}
 
     def _reference_projection(self) -> Projection:
-        if self._reference_head is None:
-            raise ModelError("the full KL needs keep_reference_head() to be called before training")
-        head = self.hugging_face_model.get_output_embeddings()
-        # The copy of a sharded model is sharded: gather it once per pass, for all chunks of tokens.
-        whole = {
-            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
-            for name, weight in self._reference_head.items()
-        }
+        head, whole = self.hugging_face_model.get_output_embeddings(), self._whole_reference_head()
         dtype = next(head.parameters()).dtype
 
         def frozen(hidden: Tensor) -> Tensor:
@@ -148,6 +129,22 @@ class PolicyModel(RoleModel):
             return functional_call(head, weights, hidden.to(dtype))
 
         return LogitProjection(self.hugging_face_model.config, frozen)
+
+    def _whole_reference_head(self) -> dict[str, Tensor]:
+        if self._reference_head is None:
+            raise ModelError("the full KL needs keep_reference_head() to be called before training")
+        # The copy of a sharded model is sharded: gather it once per pass, for all chunks of tokens.
+        return {
+            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+            for name, weight in self._reference_head.items()
+        }
+
+    def _teacher_layer(self) -> OutputLayer:
+        """Return the teacher's output layer: read from its folder, or the policy's own as loaded."""
+        if self.teacher_head is not None:
+            return self.teacher_head
+        whole = self._whole_reference_head()
+        return OutputLayer(whole["weight"], whole.get("bias"), *projection_of(self.hugging_face_model.config))
 
     @by_leaf
     def forward(
@@ -158,21 +155,28 @@ class PolicyModel(RoleModel):
         with_entropy: bool = True,
         with_hidden: bool = False,
         with_full_kl: bool = False,
+        with_teacher: bool = False,
+        words: int | None = None,
+        top_k: int | None = None,
     ) -> dict[str, Tensor]:
         """Return ``log_prob`` [B, T], and on request ``entropy``, ``full_kl`` [B, T], ``hidden`` [B, T, H].
 
         All are float32, of ``logits / temperature``, and 0 where ``response_mask`` is 0. ``full_kl`` is the
         sum over the vocabulary of p (log p - log ref); it needs the batch column ``ref_hidden``.
+        ``with_teacher``: see ``Teaching.measure``. Of a teacher ``words`` cuts the output layer and ``top_k``
+        adds ``top_ids`` [B, T, K] and ``top`` [B, T, K + 1] of ``top_words``.
         """
         packing = self.packing(batch)
         tokens = ResponseTokens(batch, packing)
         hidden_NH = self.hidden_states_at(batch, tokens.before_BL, packing)
-        reference = None
+        layer, reference = self.projection.current(), None
+        if words is not None and isinstance(layer, OutputLayer):
+            layer = cut(layer, words)
         if with_full_kl:
             reference = (tokens.select(batch["ref_hidden"]), self._reference_projection())
         found = token_log_probs(
             hidden_NH,
-            self.projection.current(),
+            layer,
             tokens.select(batch["responses"]),
             temperature=temperature,
             with_entropy=with_entropy,
@@ -184,6 +188,15 @@ class PolicyModel(RoleModel):
             outputs["entropy"] = tokens.spread(found.entropy_N)
         if found.full_kl_N is not None:
             outputs["full_kl"] = tokens.spread(found.full_kl_N)
+        if with_teacher and self.teaching is not None:
+            columns = {name: tokens.select(batch[name]) for name in TEACHER_COLUMNS if name in batch}
+            head = self._teacher_layer() if "teacher_hidden" in columns else None
+            measured = self.teaching.measure(hidden_NH, layer, columns, head, temperature)
+            outputs |= {name: tokens.spread(figure_N) for name, figure_N in measured.items()}
+        if top_k is not None:
+            ids_NK, top_NK = top_words(hidden_NH, as_layer(layer), top_k, temperature=temperature)
+            # float32 holds every id exactly, and ranks that share sequences sum outputs
+            outputs |= {"top_ids": tokens.spread(ids_NK.float()), "top": tokens.spread(top_NK)}
         if with_hidden:
             outputs["hidden"] = tokens.spread(hidden_NH.float())
         return self.whole(outputs)

@@ -19,6 +19,9 @@ from torch import Tensor
 from strop.algorithms import token_tree
 from strop.models.passes.micro_batch import MicroBatch, on_cpu, send
 
+_AT_SAMPLED = {"ref_hidden", "teacher_hidden", "teacher_ids", "teacher_top"}
+"""Columns [B, T, ...] that passes read at sampled tokens only."""
+
 Forward = Callable[..., dict[str, Tensor]]
 
 
@@ -67,9 +70,9 @@ class Leaves:
             "responses": ids[:, split:],
             "response_mask": own_SL[:, split:].to(columns["response_mask"].dtype),
         }
-        if "ref_hidden" in columns:  # read at sampled tokens only
-            rows, places = place_SL // self._length, place_SL % self._length - self._width
-            found["ref_hidden"] = columns["ref_hidden"][rows, places.clamp(min=0)][:, split:]
+        rows, places = place_SL // self._length, place_SL % self._length - self._width
+        for name in _AT_SAMPLED & columns.keys():
+            found[name] = columns[name][rows, places.clamp(min=0)][:, split:]
         return found
 
     def folded(self, output: Tensor) -> Tensor:

@@ -7,10 +7,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from omegaconf import OmegaConf
 
 from strop.algorithms.registry import accepted, resolve
+from strop.config.names import NO_REWARD
 from strop.errors import ConfigError
+from strop.rewards.base import BatchReward
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.manager import RewardManager
 from strop.rewards.worker.pool import default_num_workers
@@ -53,9 +56,9 @@ def load_reward_manager(
 ) -> Any:
     """Make the reward manager that ``reward_model.reward_manager`` names.
 
-    ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
-    arguments are ``tokenizer``, ``num_examine``, the entries of ``reward_kwargs`` (mappings as
-    ``DictConfig``), and those of ``compute_score`` (from ``custom_reward_function``, or None),
+    ``naive`` scores in one process, ``prime`` in several, ``none`` not at all; any other name is the import
+    path of a class. Its arguments are ``tokenizer``, ``num_examine``, the entries of ``reward_kwargs``
+    (mappings as ``DictConfig``), and those of ``compute_score`` (from ``custom_reward_function``, or None),
     ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts. ``by_environment``: an environment gives rewards.
 
     Raises:
@@ -64,7 +67,11 @@ def load_reward_manager(
     """
     section = config.reward_model
     workers = section.num_workers or default_num_workers()
-    built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
+    built_in = {
+        "naive": RewardManager,
+        "prime": functools.partial(RewardManager, num_workers=workers),
+        NO_REWARD: _without_scores,
+    }
     build = resolve(section.reward_manager, built_in, _KEY)
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
@@ -90,6 +97,12 @@ def load_reward_manager(
             f"its parameters are {inspect.signature(build)}"
         ) from None
     return build(**arguments)
+
+
+def _without_scores(tokenizer: Any, num_examine: int) -> BatchReward:
+    """Return a reward of 0 for all samples."""
+    del tokenizer, num_examine
+    return BatchReward(lambda batch: torch.zeros(len(batch)))
 
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:

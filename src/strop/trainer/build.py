@@ -18,8 +18,16 @@ from strop.agents.chat import ChatFormat, Refusal, asked
 from strop.agents.program import load_program
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
+from strop.config.memory.choices import with_values
 from strop.config.placement import Placement, runs_on_ray, uses_gpu
-from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
+from strop.config.roles import (
+    has_reward,
+    has_teacher_role,
+    model_paths,
+    roles_of,
+    tokenizer_paths,
+    uses_critic,
+)
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.agent import uses_agent
 from strop.config.schema.data import RowsConfig
@@ -53,7 +61,7 @@ from strop.rewards.manager import RewardManager
 from strop.rewards.router import UnknownSourceError
 from strop.rollout.turn_format import TurnFormat
 from strop.tracking.trackers import resolve_tracker
-from strop.trainer.ray_trainer import RayPPOTrainer
+from strop.trainer.ray_trainer import TEACHER, RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
 from strop.workers.vocabulary import REWRITE, require_same_vocabulary
 
@@ -77,6 +85,12 @@ def check_models(config: Config, tokenizer: Any) -> None:
         )
         ids = None if critic.path == policy.path else tokenizer  # else the policy's error would be repeated
         attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
+    if has_teacher_role(config):
+        # of another size: heads are cut to the words of the tokenizer
+        remedy = f"Set teacher.model.path to a model with the tokenizer of {policy.path}"
+        attempt(
+            lambda: check_model("teacher.model", config.teacher.model, tokenizer, cache_dir, remedy=remedy)
+        )
     if rewards.enable:
         shared = rewards.model.input_tokenizer is None
 
@@ -271,11 +285,12 @@ def build_trainer(
         **dict.fromkeys(policy, "strop.workers.policy:ActorRolloutRefWorker"),
         Role.Critic: "strop.workers.critic:CriticWorker",
         Role.RewardModel: "strop.workers.reward_model:RewardModelWorker",
+        **({TEACHER: "strop.workers.teacher:TeacherWorker"} if TEACHER in roles_of(config) else {}),
     }
     placement = Placement.from_config(config)
     resource_pool_manager = ResourcePoolManager(
         resource_pool_spec=placement.pools,
-        mapping={Role[role]: placement.roles[role] for role in roles_of(config)},
+        mapping={role if role == TEACHER else Role[role]: placement.roles[role] for role in roles_of(config)},
     )
     rewards = config.reward_model
     environments = attempt(lambda: load_environments(config.environment))
@@ -288,8 +303,8 @@ def build_trainer(
         attempt(lambda: chat_format(config, tokenizer))
     gives_rewards = uses_agent(config) or (environments is not None and environments.gives_rewards)
     reward_fn, val_reward_fn = (
-        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, gives_rewards, **rewards.reward_kwargs))
-        for n in (rewards.num_examine, rewards.val_num_examine)
+        attempt(lambda c=c, n=n: load_reward_manager(c, tokenizer, n, gives_rewards, **rewards.reward_kwargs))
+        for c, n in ((config, rewards.num_examine), (validating(config), rewards.val_num_examine))
     )
     trainer = attempt(
         lambda: RayPPOTrainer(
@@ -312,6 +327,13 @@ def build_trainer(
         trainer.shutdown()
         raise
     return trainer
+
+
+def validating(config: Config) -> Config:
+    """Return ``config`` with the reward manager of validations, which scores without a reward, too."""
+    if has_reward(config):
+        return config
+    return with_values(config, {"reward_model.reward_manager": "naive"})
 
 
 def turn_format(config: Config, environments: Environments, tokenizer: Any) -> TurnFormat:

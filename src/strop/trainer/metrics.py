@@ -82,7 +82,7 @@ def peak_memory(groups: Iterable[Any]) -> dict[str, float]:
     return {f"perf/peak_memory_gb/{phase}": gib for call in calls for phase, gib in call.get().items()}
 
 
-_SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")
+_SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss", "teacher_loss")
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,10 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
         metrics["objective/kl"] = masked_sum(columns["kl"], mask_BT, dim=1).mean().item()
         metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
         metrics["critic/kl_coeff"] = kl_coef
+    if "teacher_log_prob" in columns:
+        metrics["teacher/entropy"] = masked_mean(columns["teacher_entropy"], mask_BT).item()
+        if "teacher_kl" in columns:
+            metrics["teacher/kl"] = masked_mean(columns["teacher_kl"], mask_BT).item()
     if "reward/rule" in columns:
         rule = columns["reward/rule"]
         verifiable = rule[~rule.isnan()]  # NaN for samples that no rule scored
@@ -288,7 +292,11 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
         "val/ratio_var": "ratio_var",
         "lr": "lr",
     }
-    named = {f"actor/{name}": value for name, value in actor.items() if name not in ("approx_kl", "entropy")}
+    named = {
+        name if "/" in name else f"actor/{name}": value
+        for name, value in actor.items()
+        if name not in ("approx_kl", "entropy")
+    }
     return {**named, **{alias: actor[name] for alias, name in aliases.items() if name in actor}}
 
 

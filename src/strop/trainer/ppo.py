@@ -15,15 +15,19 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import (
     has_kl_in_reward,
+    has_reward,
     is_off_policy,
     reason_for_old_log_prob_pass,
     reason_updates_change_log_probs,
+    teaches_by_advantages,
     uses_full_kl,
     uses_reference,
 )
@@ -52,18 +56,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden")
+_OF_TEACHER = ("teacher_hidden", "teacher_ids", "teacher_top")
+_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", *_OF_TEACHER)
 _EVALUATED = ("old_log_probs", "ref_log_prob", "values")
 
 
 class Groups(NamedTuple):
-    """Worker groups of a run; ``rollout`` and ``ref`` may be the actor's group."""
+    """Worker groups of a run; ``rollout``, ``ref`` and ``teacher`` may be the actor's group."""
 
     actor: Any
     rollout: Any
     ref: Any = None
     critic: Any = None
     reward_model: Any = None
+    teacher: Any = None
 
 
 class _Sampling(NamedTuple):
@@ -170,6 +176,7 @@ class PPO:
         self.kl_controller = make_kl_controller(
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
+        self.teaches_by_advantages, self.has_reward = teaches_by_advantages(config), has_reward(config)
         self.use_reference = uses_reference(config)
         self.kl_in_reward = has_kl_in_reward(config)
         self.sampler_is_old = config.actor_rollout_ref.actor.use_rollout_log_probs
@@ -324,6 +331,8 @@ class PPO:
             methods["ref"] = self.groups.ref.compute_ref_log_prob
         if with_old_log_probs and not self.full_kl:
             methods["old_log_prob"] = self.groups.actor.compute_log_prob
+        if self.groups.teacher is not None:
+            methods["teacher"] = self.groups.teacher.compute_teacher
         if self.groups.critic is not None:
             methods["values"] = self.groups.critic.compute_values
         calls = {}
@@ -350,7 +359,7 @@ class PPO:
         r_t = score_t - ``beta`` kl_t; no KL without ``has_kl_in_reward``. Raises ``TrainingError`` for
         advantages that are not finite.
         """
-        columns, algorithm, mask_BT = dict(batch.batch), self.config.algorithm, batch.batch["response_mask"]
+        columns, mask_BT = dict(batch.batch), batch.batch["response_mask"]
         columns["token_level_rewards"] = columns["token_level_scores"]
         if self.kl_in_reward:
             columns["kl"] = self._kl(columns)
@@ -358,7 +367,21 @@ class PPO:
                 columns["token_level_scores"], columns["kl"], mask_BT, beta
             )
             self.kl_controller.update(mean_sequence_kl(columns["kl"], mask_BT).item(), len(mask_BT))
-        columns["advantages"], columns["returns"] = estimate(
+        columns["advantages"], columns["returns"] = self._estimate(columns, batch)
+        if self.teaches_by_advantages:
+            old_BT = columns["rollout_log_probs" if self.sampler_is_old else "old_log_probs"]
+            columns["teacher_kl"] = kl_penalty(old_BT, columns["teacher_log_prob"], "k1", mask_BT)
+            # after normalization, which would change its weight from batch to batch
+            columns["advantages"] = columns["advantages"] - self.config.teacher.coef * columns["teacher_kl"]
+        require_finite("advantages", columns["advantages"], batch)
+        return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
+
+    def _estimate(self, columns: dict[str, Tensor], batch: DataProto) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns [B, T]; without a reward 0."""
+        algorithm, mask_BT = self.config.algorithm, columns["response_mask"]
+        if not self.has_reward:
+            return torch.zeros_like(mask_BT, dtype=torch.float32), columns["token_level_rewards"]
+        return estimate(
             self.estimator,
             rewards=columns["token_level_rewards"],
             response_mask=mask_BT,
@@ -373,8 +396,6 @@ class PPO:
             whiten=algorithm.whiten_advantages,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         )
-        require_finite("advantages", columns["advantages"], batch)
-        return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
 
     def _kl(self, columns: dict[str, Tensor]) -> Tensor:
         """Return the KL [B, T] to the reference by the estimator ``algorithm.kl_penalty``."""

@@ -16,7 +16,13 @@ from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
 from strop.config.backends import load_backend
 from strop.config.checks.check import check
 from strop.config.load import as_config
-from strop.config.roles import reference_is_the_actor, uses_reference
+from strop.config.roles import (
+    has_reward,
+    has_teacher_role,
+    reference_is_the_actor,
+    teacher_is_the_actor,
+    uses_reference,
+)
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
 from strop.data.sources import Rows
@@ -48,6 +54,12 @@ logger = logging.getLogger(__name__)
 
 
 _GROUPS = ("actor", "rollout", "ref", "critic", "reward_model")
+TEACHER = "Teacher"
+"""Role of the teacher."""
+
+
+def _in_words(role: Any) -> str:
+    return f"Role.{role.name}" if isinstance(role, Role) else role
 
 
 class RayPPOTrainer(VerlNames):
@@ -136,6 +148,7 @@ class RayPPOTrainer(VerlNames):
         self.ref: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
+        self.teacher: Any = None
         self.own_groups: dict[str, Any] = {}
         """Worker groups of roles of one's own, by the role's name."""
 
@@ -158,6 +171,7 @@ class RayPPOTrainer(VerlNames):
         if reference_is_the_actor(config):
             self.ref = self.actor
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
+        self.teacher = self.actor if teacher_is_the_actor(config) else groups.get(TEACHER)
         self.own_groups = {name_of(role): self._group(role) for role in self._own_roles()}
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
         if self.environments is not None:
@@ -170,7 +184,7 @@ class RayPPOTrainer(VerlNames):
         every = config.actor_rollout_ref.rollout.verify_weights_every
         ahead = config.trainer.async_steps
         self.weights = WeightSync(self.actor, self.rollout, verify_every=every, ahead=ahead > 0)
-        groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model)
+        groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model, self.teacher)
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
         self.ppo.progress = self.progress
         if (ahead or config.algorithm.filter_groups.enable) and not config.trainer.val_only:
@@ -206,9 +220,9 @@ class RayPPOTrainer(VerlNames):
 
     def _own_roles(self) -> list[Any]:
         """Return the roles of ``role_worker_mapping`` that are not of ``Role``."""
-        return [role for role in self.role_worker_mapping if not isinstance(role, Role)]
+        return [role for role in self.role_worker_mapping if not isinstance(role, Role) and role != TEACHER]
 
-    def _required_roles(self) -> list[Role]:
+    def _required_roles(self) -> list[Any]:
         """Return the roles of this run, the one that trains the policy first.
 
         Raises ``ConfigError`` for each that has no worker class or no resource pool, with the reason for it.
@@ -217,7 +231,7 @@ class RayPPOTrainer(VerlNames):
         policy = [role for role in (Role.ActorRolloutRef, Role.ActorRollout) if role in placed][:1]
         if not policy and {Role.Actor, Role.Rollout} & placed.keys():
             policy = [Role.Actor, Role.Rollout]
-        needed = dict.fromkeys(policy or [Role.ActorRollout], "the policy")
+        needed: dict[Any, str] = dict.fromkeys(policy or [Role.ActorRollout], "the policy")
         estimator = config.algorithm.adv_estimator
         has_reference = Role.ActorRolloutRef in needed or reference_is_the_actor(config)
         if uses_reference(config) and not has_reference:
@@ -226,9 +240,11 @@ class RayPPOTrainer(VerlNames):
             needed[Role.Critic] = f"algorithm.adv_estimator={estimator}"
         if config.reward_model.enable and (not config.trainer.val_only or self.validates_by_model):
             needed[Role.RewardModel] = "reward_model.enable=True"
+        if has_teacher_role(config):
+            needed[TEACHER] = "teacher.model.path"
         tables = {"role_worker_mapping": self.role_worker_mapping, "resource_pool_manager.mapping": placed}
         problems = [
-            f"{table} lacks Role.{role.name}, which this run needs ({reason}); it has "
+            f"{table} lacks {_in_words(role)}, which this run needs ({reason}); it has "
             f"{', '.join(sorted(map(name_of, given))) or 'no role'}"
             for role, reason in needed.items()
             for table, given in tables.items()
@@ -266,6 +282,7 @@ class RayPPOTrainer(VerlNames):
             "ref": None if self.ref is self.actor else self.ref,
             "critic": self.critic,
             "reward_model": self.reward_model,
+            "teacher": None if self.teacher is self.actor else self.teacher,
             **self.own_groups,
         }
         return {name: group for name, group in named.items() if group is not None}
@@ -296,14 +313,15 @@ class RayPPOTrainer(VerlNames):
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)
         if (
-            not self._showed_equal
+            has_reward(self.config)
+            and not self._showed_equal
             and len(batch) > 1
             and metrics["critic/score/min"] == metrics["critic/score/max"]
         ):
             self._showed_equal = True
             sample = samples_table(batch[:1], self.tokenizer).to_pylist()[0]
             logger.warning("warning: %s", printable(equal_scores(metrics, sample)))
-        for watch in (self._signal, self._stall):
+        for watch in (self._signal, self._stall) if has_reward(self.config) else ():
             if warning := watch(metrics):
                 logger.warning("warning: %s", warning)
         if self._first_cut is None:

@@ -32,8 +32,19 @@ if TYPE_CHECKING:
 _ROW = "row"
 
 
-def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
+def actor_objective(
+    actor: Any,
+    *,
+    n_tokens: float,
+    n_seqs: float,
+    max_response_length: int,
+    teacher_coef: float | None = None,
+    has_reward: bool = True,
+) -> Loss:
     """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL to ref).
+
+    With a ``teacher_coef``, plus that x agg(divergence from the teacher); without a reward the policy
+    loss then has no gradient, as all advantages are 0.
 
     Formulas: ``strop docs algorithms``. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens``
     and ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. The old log-probs are the
@@ -77,8 +88,9 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
                 mode=actor.rollout_is_mode,
                 threshold_low=actor.rollout_is_threshold_low,
             )
+        learns = has_reward or teacher_coef is None
         inputs = {
-            "log_prob": outputs["log_prob"],
+            "log_prob": outputs["log_prob"] if learns else outputs["log_prob"].detach(),
             "old_log_prob": old_log_probs_BT,
             "advantages": columns["advantages"],
             "response_mask": mask_BT,
@@ -115,6 +127,11 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         if actor.use_kl_loss:
             metrics["kl_loss"] = agg(_kl(actor.kl_loss_type, outputs, columns))
             total = total + actor.kl_loss_coef * metrics["kl_loss"]
+        if teacher_coef is not None:
+            metrics["teacher_loss"] = agg(outputs["teacher_kl"])
+            total = total + teacher_coef * metrics["teacher_loss"]
+            metrics["teacher/kl"] = masked_sum(outputs["teacher_kl"], mask_BT) / n_tokens
+            metrics["teacher/agreement"] = masked_sum(outputs["teacher_agrees"], mask_BT) / n_tokens
         return total, metrics
 
     return objective

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,16 @@ from transformers import PreTrainedModel
 
 from strop.agents.program import Program, ProgramPool
 from strop.config.backends import ENGINES, ROLLOUTS
-from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_reference
+from strop.config.roles import (
+    has_reward,
+    reference_is_the_actor,
+    teacher_hidden,
+    teacher_is_the_actor,
+    teaches_by_advantages,
+    uses_full_kl,
+    uses_reference,
+    uses_teacher,
+)
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
@@ -35,6 +44,7 @@ from strop.errors import CheckpointError, ModelError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.manifest import covering
 from strop.models.loader import dtype_named
+from strop.models.teaching import Teaching
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
 from strop.rollout.transfer.broadcast import Channel
@@ -43,6 +53,7 @@ from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker
 from strop.workers.losses import Recorder, actor_objective
 from strop.workers.memory import phase
+from strop.workers.teacher import teacher_columns, words_of
 
 
 class ActorRolloutRefWorker(RoleWorker):
@@ -51,6 +62,7 @@ class ActorRolloutRefWorker(RoleWorker):
     shared_passes: ClassVar = {
         "compute_log_prob": "log_prob",
         "compute_ref_log_prob": "ref",
+        "compute_teacher": "teacher",
         "update_actor": "actor",
         "update_actor_on_policy": "actor",
     }
@@ -70,6 +82,7 @@ class ActorRolloutRefWorker(RoleWorker):
         actor = self.section.actor
         self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
         self.full_kl = uses_full_kl(config)
+        self.teaches_in_loss = uses_teacher(config) and not teaches_by_advantages(config)
         self._is_reference = role is not Role.RefPolicy and reference_is_the_actor(config)
         self._loading_s = 0.0  # of weights, since the last generation
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
@@ -122,7 +135,26 @@ class ActorRolloutRefWorker(RoleWorker):
             # the reference is the base model
             lora=self.adapters_of(model, "actor_rollout_ref.model") if name == "actor" else None,
             # the actor computes the full KL, from the reference's hidden states
-            keeps_reference_head=name == "actor" and self.full_kl,
+            keeps_reference_head=name == "actor" and (self.full_kl or self._keeps_teacher_head),
+            teaching=self._teaching() if trains and self.teaches_in_loss else None,
+        )
+
+    @property
+    def _keeps_teacher_head(self) -> bool:
+        """True if the teacher is the actor with its adapters off, and its hidden states are compared."""
+        return teacher_hidden(self.config) and teacher_is_the_actor(self.config)
+
+    def _teaching(self) -> Teaching:
+        teacher = self.config.teacher
+        options: dict[str, Any] = {}
+        if teacher_hidden(self.config) and not teacher_is_the_actor(self.config):
+            options = self.model_options(teacher.model)
+        return Teaching(
+            kind=teacher.kl,
+            js_weight=teacher.js_weight,
+            words=words_of(self.tokenizer),
+            path=options.pop("path", None),
+            options=options,
         )
 
     @property
@@ -418,6 +450,13 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("teacher")
+    def compute_teacher(self, batch: DataProto) -> DataProto:
+        """Return the columns of ``teacher_columns``, of the actor with its adapters off."""
+        with self.engine.base_model():
+            return teacher_columns(self, batch)
+
+    @register(Dispatch.DATA_PARALLEL)
     @phase("update_actor")
     def update_actor(self, mini_batch: DataProto) -> dict[str, float] | DataProto:
         """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators.
@@ -451,6 +490,8 @@ class ActorRolloutRefWorker(RoleWorker):
             n_tokens=mini_batch.meta_info["n_tokens"],
             n_seqs=mini_batch.meta_info["n_seqs"],
             max_response_length=self.config.data.max_response_length,
+            teacher_coef=self.config.teacher.coef if self.teaches_in_loss else None,
+            has_reward=has_reward(self.config),
         )
 
     def _update(self, mini_batch: DataProto, loss: Loss) -> dict[str, float]:
@@ -462,6 +503,7 @@ class ActorRolloutRefWorker(RoleWorker):
             temperature=self.temperature,
             with_entropy=True,
             with_full_kl=self.full_kl_loss,
+            **({"with_teacher": True} if self.teaches_in_loss else {}),
         )
 
 

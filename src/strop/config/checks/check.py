@@ -123,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
+    learning.without_reward,
     learning.scaled_kl,
     learning.mini_batches,
     learning.filtered_groups,

@@ -25,7 +25,7 @@ from strop.config.names import (
     policy_losses,
 )
 from strop.config.reward_parts import SCORERS, read_parts
-from strop.config.roles import has_kl_in_reward, is_off_policy, uses_critic
+from strop.config.roles import has_kl_in_reward, has_reward, is_off_policy, uses_critic, uses_teacher
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.errors import ConfigError, did_you_mean
@@ -42,7 +42,7 @@ _WIDEST_SEQUENCE_CLIP = 0.05
 def groups(config: Config) -> Iterator[Finding]:
     """Require more than one answer for estimators that compare the answers to one prompt."""
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if n == 1 and "uid" in inputs_of(name) and not config.trainer.val_only:
+    if n == 1 and "uid" in inputs_of(name) and has_reward(config) and not config.trainer.val_only:
         yield error(
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
             "to be compared with, so every advantage is 0 (expected n >= 2)"
@@ -60,6 +60,33 @@ def scaled_kl(config: Config) -> Iterator[Finding]:
             "group's scores, so the closer they are, the more it weighs; put it into the loss with "
             f"{_ACTOR}.use_kl_loss=True, or set algorithm.kl_ctrl.kl_coef=0"
         )
+
+
+def without_reward(config: Config) -> Iterator[Finding]:
+    """Require a teacher, and nothing that compares scores, in a run without a reward."""
+    if has_reward(config) or config.trainer.val_only:
+        return
+    given, algorithm = "reward_model.reward_manager=none", config.algorithm
+    if not uses_teacher(config):
+        yield error(f"{given}: there is nothing to learn from; set teacher.model.path, or another manager")
+    if algorithm.filter_groups.enable:
+        yield error(
+            f"algorithm.filter_groups.enable=True with {given}: without scores every prompt would be "
+            "dropped; set it to False"
+        )
+    whitens = algorithm.adv_estimator == "reinforce_plus_plus"
+    if whitens or (algorithm.whiten_advantages and "whiten" in inputs_of(algorithm.adv_estimator)):
+        yield error(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} with {given}: it whitens advantages, and "
+            "those of a teacher would lose their size; set it to grpo"
+        )
+    elif uses_critic(config):
+        yield error(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} with {given}: a critic would learn nothing; "
+            "set it to grpo"
+        )
+    if config.reward_model.enable:
+        yield error(f"reward_model.enable=True with {given}: its scores are not read; set one of the two")
 
 
 class TrainedModel(NamedTuple):

@@ -12,14 +12,18 @@ from strop.config.backends import ROLLOUTS, Forecast, total
 from strop.config.batch_plan import BatchPlan, ForwardPlan, MicroBatchSize, engine_of, sequences_of_a_row
 from strop.config.keys import longest_row
 from strop.config.memory.facts import read_model_facts
-from strop.config.memory.shapes import activations, logits
+from strop.config.memory.shapes import activations, logits, number_bytes
 from strop.config.placement import Placement, process_count
 from strop.config.roles import (
     has_kl_in_reward,
+    has_teacher_role,
     reason_for_old_log_prob_pass,
     reference_is_the_actor,
+    teacher_hidden,
+    teacher_is_the_actor,
     uses_critic,
     uses_reference,
+    uses_teacher,
 )
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.model import ModelConfig
@@ -68,13 +72,22 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
         models.append(("ref", "reference: weights", policy, False))
     if uses_critic(config):
         models.append(("critic", f"critic: {kept}", config.critic.model.path, True))
+    if has_teacher_role(config):
+        models.append(("teacher", "teacher: weights", config.teacher.model.path, False))
     if config.reward_model.enable:
         models.append(("reward_model", "reward model: weights", config.reward_model.model.path, False))
-    return {
+    held = {
         words: engine_of(config, name).bytes(config, name, read_model_facts(path), trains=is_trained)
         for name, words, path, is_trained in models
         if _is_in(config, name, pool)
     }
+    if teacher_hidden(config) and _is_in(config, "actor", pool):
+        # the head compares with the student's, so it stands whole where that is
+        facts = read_model_facts(policy if teacher_is_the_actor(config) else config.teacher.model.path)
+        size = number_bytes(config.actor_rollout_ref.model)
+        layer = None if facts is None else facts.vocabulary * facts.hidden * size
+        held["teacher: output layer beside the actor"] = layer
+    return held
 
 
 def supervised_forecast(config: SupervisedConfig) -> Forecast:
@@ -141,6 +154,8 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     if reason_for_old_log_prob_pass(config):
         columns += _16_BITS  # log-probs in the update
     if uses_reference(config):
+        columns += _16_BITS
+    if uses_teacher(config):
         columns += _16_BITS
     if has_kl_in_reward(config):
         columns += _16_BITS

@@ -264,6 +264,10 @@ class ActorRolloutRefConfig(Section, resumes=MAY_CHANGE):
     actor: ActorConfig
     ref: Annotated[
         RefConfig,
-        no_effect("without a KL term", lambda at: not has_kl_term(at.config), "no reference model is loaded"),
+        no_effect(
+            "without a KL term or a teacher, whose passes it sizes, too",
+            lambda at: not has_kl_term(at.config) and not at.config.teacher.model.path,
+            "no reference model is loaded",
+        ),
     ]
     rollout: RolloutConfig

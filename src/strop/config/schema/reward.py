@@ -83,7 +83,7 @@ class RewardModelConfig(Section, resumes=SAME):
     ]
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
     reward_manager: str
-    """naive (one process), prime (num_workers processes), or an import path."""
+    """naive (one process), prime (num_workers processes), none (a teacher alone), or an import path."""
     num_workers: Annotated[
         Processes | None,
         MAY_CHANGE,

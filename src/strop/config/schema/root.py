@@ -28,8 +28,10 @@ from strop.config.schema.base import (
 from strop.config.schema.critic import NO_CRITIC, CriticConfig
 from strop.config.schema.data import DataConfig, RowsConfig
 from strop.config.schema.environment import EnvironmentConfig
+from strop.config.schema.model import ModelConfig
 from strop.config.schema.policy import ActorRolloutRefConfig, has_kl_term
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
+from strop.config.schema.teacher import TeacherConfig
 from strop.config.schema.trainer import RunConfig, TrainerConfig
 
 
@@ -181,10 +183,16 @@ class Config(RootConfig):
     critic: Annotated[CriticConfig, NO_CRITIC]
     reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
+    teacher: TeacherConfig
     environment: EnvironmentConfig
     agent: AgentConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
+
+    @property
+    def trained_model(self) -> ModelConfig:
+        """The section of the model that a teacher teaches."""
+        return self.actor_rollout_ref.model
 
     def strategy_key(self, path: str) -> str:
         """See ``RootConfig.strategy_key``; reference and reward model have that of the actor."""

@@ -125,7 +125,7 @@ class PairRunConfig(RunConfig):
 
 
 RoleName = Literal[
-    "Actor", "Rollout", "ActorRollout", "ActorRolloutRef", "Critic", "RefPolicy", "RewardModel"
+    "Actor", "Rollout", "ActorRollout", "ActorRolloutRef", "Critic", "RefPolicy", "RewardModel", "Teacher"
 ]
 
 _ProcessesPerNode = Annotated[list[Processes], Field(min_length=1), Expected("processes on each node")]

@@ -98,6 +98,6 @@ class MegatronConfig(Section, resumes=MAY_CHANGE):
 
 SECTION = "megatron"
 SECTIONS = dict.fromkeys(
-    ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"), MegatronConfig
+    ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model", "teacher"), MegatronConfig
 )
 """Section of the configuration that has one -> its class; the others follow that of the actor."""

@@ -188,6 +188,9 @@ class TorchEngine:
             if model.keeps_reference_head and isinstance(module, PolicyModel):
                 with engine.base_model():
                     module.keep_reference_head()
+            if model.teaching is not None and isinstance(module, PolicyModel):
+                module.teaching = model.teaching
+                module.teacher_head = model.teaching.read_head(spec.device, engine.compute_dtype)
         return engine
 
     def _require_eager_figures(self, spec: ModelSpec) -> None:

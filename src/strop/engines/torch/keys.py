@@ -99,6 +99,7 @@ SECTIONS = {
     "actor_rollout_ref.ref": FrozenFsdpConfig,
     "critic.model": FsdpConfig,
     "reward_model.model": RewardFsdpConfig,
+    "teacher.model": FrozenFsdpConfig,
     "model": FsdpConfig,
 }
 """Section of the configuration that has one -> its class."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.config.backends import ABILITIES, EngineKind, total
-from strop.config.batch_plan import MICRO_BATCHES, MODELS, forward_passes, sequence_parallel_size
+from strop.config.batch_plan import MODELS, forward_passes, keys_of_pass, sequence_parallel_size
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.memory.facts import ModelFacts, read_model_facts
@@ -83,7 +83,7 @@ def _shared_sequences(config: Config) -> Iterator[Finding]:
             continue  # reported with the batch sizes
         if size == 1:
             continue
-        key, path = MICRO_BATCHES[name].sequence_parallel, value_at(config, f"{MODELS[name]}.path")
+        key, path = keys_of_pass(name).sequence_parallel, value_at(config, f"{MODELS[name]}.path")
         padding_key = f"{'critic' if name == 'values' else 'actor_rollout_ref'}.model.use_remove_padding"
         if not value_at(config, padding_key):
             yield error(f"{key}={size} shares packed rows; set {padding_key}=True")

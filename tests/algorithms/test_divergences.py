@@ -73,7 +73,6 @@ def test_values_and_gradients(kind: str, temperature: float) -> None:
     wanted = torch.autograd.grad((expected * upstream).sum(), inputs)
     for ours, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(found.teacher_entropy_N.double(), -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5)
     assert torch.equal(found.agrees_N.bool(), p.argmax(-1) == q.argmax(-1))
 
 
@@ -82,7 +81,8 @@ def test_values_and_gradients(kind: str, temperature: float) -> None:
 def test_a_teacher_that_is_the_student_gives_exactly_nothing(kind: str) -> None:
     hidden, layer, *_ = case()
     found = compare(hidden, layer, hidden, layer, kind=kind, js_weight=0.5, temperature=0.7)
-    assert not found.divergence_N.any() and found.agrees_N.all()
+    assert not found.divergence_N.any()
+    assert found.agrees_N.all()
     for gradient in torch.autograd.grad(found.divergence_N.sum(), [hidden, layer.weight_VH]):
         assert not gradient.any()
 
@@ -100,7 +100,8 @@ def test_top_words_with_one_for_all_others(kind: str, k: int) -> None:
     inputs = [x.detach().double().requires_grad_() for x in (hidden, layer.weight_VH, layer.bias_V)]
     q = (OutputLayer(inputs[1], inputs[2], layer.scale, layer.soft_cap)(inputs[0]) / 0.8).softmax(-1)
     p = probabilities(teacher_hidden, teacher_layer, 0.8)
-    assert torch.equal(ids, p.topk(k).indices) and torch.equal(best, q.argmax(-1))
+    assert torch.equal(ids, p.topk(k).indices)
+    assert torch.equal(best, q.argmax(-1))
     others = torch.ones_like(p).scatter(1, ids, 0)
     pair = [torch.cat([x.gather(1, ids), (x * others).sum(1, keepdim=True)], 1) for x in (p, q)]
     pair = [x[:, : min(k + 1, V)] for x in pair]
@@ -124,13 +125,15 @@ def test_forbidden_words_and_far_distributions_are_finite() -> None:
         found = compare(
             hidden, layer, teacher_hidden, forbidding, kind=kind, js_weight=0.5, temperature=1.0
         ).divergence_N
-        assert found.isfinite().all() and (found >= 0).all()
+        assert found.isfinite().all()
+        assert (found >= 0).all()
         assert torch.autograd.grad(found.sum(), hidden)[0].isfinite().all()
 
 
 def test_layers_are_cut_to_equal_words() -> None:
     hidden, layer, teacher_hidden, teacher_layer = case()
-    assert len(cut(layer, 250).weight_VH) == len(cut(layer, 250).bias_V) == 250 and cut(layer, V) is layer
+    assert len(cut(layer, 250).weight_VH) == len(cut(layer, 250).bias_V) == 250
+    assert cut(layer, V) is layer
     with pytest.raises(ValueError, match="300 words and 250"):
         compare(
             *(hidden, layer, teacher_hidden, cut(teacher_layer, 250)),

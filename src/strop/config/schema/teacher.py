@@ -1,0 +1,102 @@
+"""Keys under `teacher`: a model whose distributions a policy learns from (strop docs distillation)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from strop.config.schema.base import (
+    FILES,
+    MAY_CHANGE,
+    SAME,
+    At,
+    AttentionName,
+    Modules,
+    NonNegativeFloat,
+    Number,
+    PositiveInt,
+    Section,
+    engine_sections,
+    needs,
+    no_effect,
+    refused,
+)
+
+THE_POLICY = "reference"
+"""Value of ``teacher.model.path``: the policy with its LoRA adapters off."""
+
+NO_TEACHER = no_effect("without teacher.model.path", lambda at: not at.config.teacher.model.path)
+
+
+@engine_sections("teacher.model", NO_TEACHER)
+class TeacherModelConfig(Section, resumes=SAME):
+    """The teacher's model; precision and packing are the policy's."""
+
+    path: Annotated[
+        str,
+        FILES,
+        refused(
+            "if reference, without LoRA adapters",
+            lambda at: at.value == THE_POLICY and not at.config.trained_model.has_adapters,
+            "reference is the policy with its adapters off; set lora_rank, or name a model",
+        ),
+    ]
+    """Model as of the policy's path; reference: the policy with its LoRA adapters off; empty: no teacher."""
+    external_lib: Annotated[Modules, MAY_CHANGE]
+    """Package, or list of packages, to import first."""
+    override_config: dict[str, Any]
+    """Values laid over the model's config.json."""
+    trust_remote_code: Annotated[bool, MAY_CHANGE]
+    """Run Python code that comes with the model."""
+    attn_implementation: Annotated[AttentionName | None, MAY_CHANGE]
+    """Attention kernel of transformers; null: its choice."""
+
+
+def _in_use(at: At) -> bool:
+    return bool(at.config.teacher.model.path)
+
+
+def _wrong_use(at: At) -> bool:
+    wrong = "loss" if at.section.kl == "sampled" else "advantage"
+    return _in_use(at) and at.value == wrong
+
+
+@engine_sections("teacher", NO_TEACHER)
+class TeacherConfig(Section, resumes=SAME):
+    """A teacher, alone or beside a reward."""
+
+    model: TeacherModelConfig
+    kl: Annotated[
+        Literal["reverse", "forward", "js", "sampled"],
+        NO_TEACHER,
+        needs("whole_logits", lambda at: _in_use(at) and at.value != "sampled", when="unless sampled"),
+    ]
+    """Divergence of whole distributions, or the reverse KL's estimate by the sampled token alone."""
+    js_weight: Annotated[
+        Number,
+        Field(gt=0, lt=1),
+        no_effect("unless teacher.kl=js", lambda at: at.value != 0.5 and at.section.kl != "js"),
+    ]
+    """The teacher's share of the mixture of js (beta of generalized JSD); at 0 and 1 it would be 0."""
+    top_k: Annotated[
+        PositiveInt | None,
+        NO_TEACHER,
+        refused(
+            "with teacher.kl=sampled", lambda at: at.section.kl == "sampled", "it reads one word; set null"
+        ),
+    ]
+    """Compare the teacher's k likeliest words, and all others as one; null: all words."""
+    use: Annotated[
+        Literal["auto", "loss", "advantage"],
+        NO_TEACHER,
+        refused(
+            "if loss with teacher.kl=sampled, or advantage with others",
+            _wrong_use,
+            "the sampled estimate is an advantage, as its own gradient is not the KL's, and the others are a "
+            "loss; set it to auto",
+        ),
+    ]
+    """auto: a part of the advantages with sampled, of the loss with the other kinds."""
+    coef: Annotated[NonNegativeFloat, MAY_CHANGE, NO_TEACHER]
+    """Weight of the teacher's part."""
