@@ -22,6 +22,7 @@ from strop.version import __version__
 
 if TYPE_CHECKING:
     from strop import tools as tools
+    from strop.api import distill as distill
     from strop.api import dpo as dpo
     from strop.api import evaluate as evaluate
     from strop.api import sft as sft
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = {
     "train": "strop.api",
+    "distill": "strop.api",
     "sft": "strop.api",
     "train_rm": "strop.api",
     "dpo": "strop.api",

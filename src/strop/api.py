@@ -1,4 +1,4 @@
-"""strop as functions: ``strop.train``, ``sft``, ``train_rm``, ``dpo`` and ``evaluate``.
+"""strop as functions: ``strop.train``, ``distill``, ``sft``, ``train_rm``, ``dpo`` and ``evaluate``.
 
 They build the configuration that the command of the same name reads from a command line, and run that
 command; data and reward functions of the program go with it. Nothing heavy is imported before a function is
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from strop.data.sources import Rows
     from strop.trainer.loop import OnStep
 
-__all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
+__all__ = ["Evaluation", "Run", "distill", "dpo", "evaluate", "sft", "train", "train_rm"]
 
 Environment = str | Path | Callable[[], Any] | Mapping[str, Any] | None
 Agent = str | Callable[..., Any] | Mapping[str, Any] | None
@@ -92,6 +92,38 @@ def train(
     given.model("actor_rollout_ref.model", model, tokenizer)
     given.environment(environment, tools)
     given.agent(agent)
+    return _train(given, on_step)
+
+
+@in_session("train")
+def distill(
+    student: str | Path | keys.PretrainedModel | keys.TrainActorRolloutRefModel,
+    teacher: str | Path | Mapping[str, Any],
+    data: keys.Rows | keys.TrainData,
+    /,
+    reward: Reward = None,
+    *,
+    environment: Environment = None,
+    tools: Sequence[str | Callable[..., Any]] = (),
+    recipe: str | Path | None = "distill",
+    config: str | Path | Mapping[str, Any] | None = None,
+    tokenizer: keys.PretrainedModel | None = None,
+    on_step: OnStep | None = None,
+    **overrides: Unpack[keys.TrainKeys],
+) -> Run:
+    """Train a student on a teacher's judgement of its own answers, as ``strop distill`` does.
+
+    The rows need a prompt only. ``teacher`` is the path or hub name of a model, ``reference`` for the student
+    with its LoRA adapters off, or a dict of keys below ``teacher.model``; further keys are an argument
+    ``teacher=dict(kl="js")``. With a ``reward`` the teacher's part is added to what that trains (``strop docs
+    distillation``). The other arguments are those of ``train``.
+    """
+    given = _Given("train", config, overrides, recipe)
+    given.data(data)
+    given.reward(reward)
+    given.model("actor_rollout_ref.model", student, tokenizer)
+    given.set("teacher.model" if isinstance(teacher, Mapping) else "teacher.model.path", teacher)
+    given.environment(environment, tools)
     return _train(given, on_step)
 
 

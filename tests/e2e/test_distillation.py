@@ -10,8 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import strop
+from strop.cli.main import main
 from strop.config.checks.check import check
-from strop.config.load import load_config
+from strop.config.load import load_config, load_tree
+from strop.config.trees import PPO
 from strop.errors import ConfigError, StropError
 from strop.protocol import DataProto
 from strop.trainer.build import build_trainer
@@ -217,7 +220,8 @@ def test_two_ranks_train_as_one(inputs, tmp_path, keys):
     saved = ("trainer.save_freq=2", "actor_rollout_ref.actor.optim.lr=1e-3", *keys)
     runs.train(options(inputs, tmp_path / "one", *saved))
     expected = runs.saved_state(tmp_path / "one" / "global_step_2" / "actor")
-    apart = ("trainer.resource_pools={main: [2], other: [1]}", "trainer.placement={Teacher: other}")
+    pools = "trainer.resource_pools={main: [1], other: [1]}"
+    apart = (pools, "trainer.worker_group=ray", "trainer.placement={Teacher: other}")
     micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
     for name, layout in {"two": ["trainer.n_gpus_per_node=2", micro], "apart": apart}.items():
         trainer = runs.train(options(inputs, tmp_path / name, *saved, *layout))
@@ -228,3 +232,28 @@ def test_two_ranks_train_as_one(inputs, tmp_path, keys):
                 assert (
                     torch.dist(found[weight].double(), tensor.double()) < 1e-4 * tensor.double().norm() + 1e-6
                 )
+
+
+def test_the_command_and_the_function_train_alike_without_a_reward(inputs, tmp_path):
+    keys = {
+        "trainer.total_training_steps": 1,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": 4,
+        "trainer.device": "cpu",
+        "actor_rollout_ref.rollout.name": "hf",
+    }
+    names = [str(inputs / name) for name in ("model", "teacher", "train.parquet")]
+    given = [f"{key}={value}" for key, value in keys.items()]
+    with runs.undrawn():
+        assert main(["distill", *names, "--lr", "1e-3", "--out", str(tmp_path / "command"), *given]) == 0
+        run = strop.distill(*names, lr=1e-3, out=tmp_path / "function", **keys)
+    files = [folder / "final_model" / "model.safetensors" for folder in (tmp_path / "command", run.folder)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert values(tmp_path / "command", "teacher/kl")[0] > 0
+
+
+def test_with_a_reward_the_recipe_asks_for_groups(inputs, tmp_path):
+    config = load_tree(PPO, ["custom_reward_function.path=reward.py"], recipe="distill")
+    alone = load_tree(PPO, [], recipe="distill")
+    assert [c.actor_rollout_ref.rollout.n for c in (config, alone)] == [8, 1]
+    assert [c.reward_model.reward_manager for c in (config, alone)] == ["naive", "none"]

@@ -38,6 +38,16 @@ strop train --config my.yaml --out runs/second
 Without MODEL, DATA and recipe the defaults are those of verl: strop train key=value ...
 The same command again resumes from the last checkpoint. Keys: strop docs config""",
     ),
+    "distill": _Command(
+        "train a student on a teacher's judgement of its own answers",
+        "strop.cli.train:add_distill_arguments",
+        "strop.cli.train:run",
+        """\
+strop distill STUDENT TEACHER prompts.parquet --lr 1e-5 --out runs/student
+strop distill STUDENT TEACHER prompts.parquet teacher.kl=js teacher.top_k=64
+strop distill STUDENT TEACHER sums.csv --reward my_reward.py teacher.coef=0.1
+Keys: strop docs distillation, and those of strop train""",
+    ),
     "sft": _Command(
         "fine-tune a model on responses",
         *_TREE,

@@ -1,4 +1,4 @@
-"""``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
+"""``strop train``, ``distill``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
 
 Imports for a run are in its functions, so that help is printed at once.
 """
@@ -52,6 +52,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipe", metavar="NAME", help=f"grpo, ppo or your YAML file: values below your own{by_default}")
 
 
+def add_distill_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``add_train_arguments``, with STUDENT and TEACHER in place of MODEL."""
+    add_train_arguments(parser)
+    parser.usage = f"{parser.prog} STUDENT TEACHER DATA [OPTION ...] [key=value ...]"
+    parser.set_defaults(recipe="distill")
+
+
 def short_form(
     tree: Tree, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], str | None, dict[str, str]]:
@@ -66,31 +73,36 @@ def short_form(
 
     words = [text for text in arguments.overrides if is_word(text)]
     given = {name: value for name in PPO.short if (value := getattr(arguments, name, None)) is not None}
-    given |= dict(zip(("model", "data"), words, strict=False))
-    labels = {name: f"--{name}" for name in tree.short} | {"model": "MODEL", "data": "DATA"}
+    positions, short = {"model": "MODEL", "data": "DATA"}, tree.short
+    if arguments.command == "distill":
+        positions = {"model": "STUDENT", "teacher": "TEACHER", "data": "DATA"}
+        short = {**short, "teacher": "teacher.model.path"}
+    given |= dict(zip(positions, words, strict=False))
+    labels = {name: f"--{name}" for name in short} | positions
     written = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
-    names = {key: labels[name] for name, key in tree.short.items() if key not in written}
+    names = {key: labels[name] for name, key in short.items() if key not in written}
     problems = [in_options(problem, names) for problem in _wrong_options(tree, arguments)]
     problems += [f"--{name}: no option of strop {arguments.command}" for name in given if name not in labels]
     problems += [
         f"{labels[name]} and {key}=...: the same, given twice; leave one out"
-        for name, key in tree.short.items()
+        for name, key in short.items()
         if name in given and key in written
     ]
-    if len(words) > 2 and not problems:
+    if len(words) > len(positions) and not problems:
+        first, files = words[: len(positions) - 1], words[len(positions) - 1 :]
         problems.append(
-            f"expected MODEL and DATA, found {' '.join(words)}; for several files write {arguments.prog} "
-            f"{words[0]} {tree.short['data']}=[{','.join(words[1:])}]"
+            f"expected {' and '.join(positions.values())}, found {' '.join(words)}; for several files write "
+            f"{arguments.prog} {' '.join(first)} {short['data']}=[{','.join(files)}]"
         )
     if problems:
         raise ConfigError(*problems)
-    recipe, keys = arguments.recipe, {tree.short[name]: value for name, value in given.items()}
-    if "algorithm" in tree.short and (words or arguments.algorithm):
+    recipe, keys = arguments.recipe, {short[name]: value for name, value in given.items()}
+    if "algorithm" in short and (words or arguments.algorithm):
         of_algorithm, estimator = by_algorithm(arguments.algorithm)
         recipe = recipe or of_algorithm
-        keys |= {tree.short["algorithm"]: estimator} if estimator else {}
+        keys |= {short["algorithm"]: estimator} if estimator else {}
     if "reward" in given:
-        del keys[tree.short["reward"]]
+        del keys[short["reward"]]
         keys |= (of_reward := reward_keys(given["reward"]))
         names |= dict.fromkeys(of_reward, "--reward") | naming_function(given["reward"])
     return keys, recipe, names if given else {}
@@ -140,10 +152,10 @@ NOT_UPLOADED = 3
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the kind of run of the command; return 0 or ``NOT_UPLOADED``."""
-    from strop.config.trees import TREES
+    from strop.config.trees import PPO, TREES
     from strop.trainer.commands import train
 
-    (config, data, batch_in_words), names = load_arguments(TREES[arguments.command], arguments)
+    (config, data, batch_in_words), names = load_arguments(TREES.get(arguments.command, PPO), arguments)
     log_to_console(names)
     if batch_in_words:
         logger.info("%s", batch_in_words)

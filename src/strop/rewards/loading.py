@@ -99,9 +99,9 @@ def load_reward_manager(
     return build(**arguments)
 
 
-def _without_scores(tokenizer: Any, num_examine: int) -> BatchReward:
+def _without_scores(tokenizer: Any, num_examine: int, by_environment: bool = False) -> BatchReward:
     """Return a reward of 0 for all samples."""
-    del tokenizer, num_examine
+    del tokenizer, num_examine, by_environment
     return BatchReward(lambda batch: torch.zeros(len(batch)))
 
 

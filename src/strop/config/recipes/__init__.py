@@ -47,4 +47,12 @@ def _by_estimator(choices: Mapping[str, Any], *, _root_: DictConfig) -> Any:
     return next(value for key, value in choices.items() if key in fitting)
 
 
+def _by_reward(choices: Mapping[str, Any], *, _root_: DictConfig) -> Any:
+    """Return the value for a run with a reward of the user's, ``given``, or ``else``."""
+    rewards = _root_.reward_model
+    is_given = _root_.custom_reward_function.path or rewards.parts or rewards.enable
+    return choices["given" if is_given else "else"]
+
+
 OmegaConf.register_new_resolver("by_estimator", _by_estimator, replace=True)
+OmegaConf.register_new_resolver("by_reward", _by_reward, replace=True)
