@@ -490,7 +490,7 @@ def test_the_table_of_a_notebook_is_replaced_in_place(monkeypatch, tmp_path):
 
 
 def test_dir_and_help_show_the_functions():
-    names = ["train", "sft", "train_rm", "dpo", "evaluate", "Run", "Evaluation"]
+    names = ["train", "distill", "sft", "train_rm", "dpo", "evaluate", "Run", "Evaluation"]
     assert set(names) <= set(dir(strop))
     assert "RayPPOTrainer" not in dir(strop)
     assert strop.__all__[: len(names)] == names

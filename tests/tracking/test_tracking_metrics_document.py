@@ -45,6 +45,7 @@ def run_dir(tmp_path_factory) -> Path:
     ]
     options = [
         "actor_rollout_ref.actor.use_kl_loss=True",
+        f"teacher.model.path={folder / 'model'}",
         "trainer.test_freq=1",
         "trainer.save_freq=1",
         *several,

@@ -40,7 +40,8 @@ def divergence(teacher: Tensor, student: Tensor, kind: str, js_weight: float = 0
 
 def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
     """Return log m - log p and log m - log q, given log p - log q; exactly 0 where that is 0."""
-    weight = torch.where(difference < 0, js_weight, 1 - js_weight)
+    shares = difference.new_full((), js_weight), difference.new_full((), 1 - js_weight)
+    weight = torch.where(difference < 0, *shares)
     common = (weight * (-difference.abs()).expm1()).log1p()
     return (-difference).relu() + common, difference.relu() + common
 

@@ -12,6 +12,7 @@ function numbersOf(sample) {
   const derived = [
     ["ratio", pair("update_log_probs", old, (now, then) => Math.exp(now - then))],
     ["difference", pair("old_log_probs", "rollout_log_probs", (trainer, sampler) => trainer - sampler)],
+    ["teacher", pair("teacher_log_prob", old, (teacher, policy) => teacher - policy)],
     ["kl", pair(old, "ref_log_prob", (policy, reference) => policy - reference)],
     ["probability", numbers.has("rollout_log_probs") && numbers.get("rollout_log_probs").map((x) => x === null ? null : Math.exp(x))],
   ];
@@ -26,6 +27,7 @@ const MEASURES = new Map([
   ["ratio", { label: "ratio (new / old policy)", middle: 1 }],
   ["entropys", { label: "entropy", low: 0 }],
   ["difference", { label: "trainer − sampler log-prob", middle: 0 }],
+  ["teacher", { label: "teacher − policy log-prob", middle: 0 }],
   ["kl", { label: "policy − reference log-prob", middle: 0 }],
   ["probability", { label: "probability", low: 0, high: 1 }],
   ["returns", { label: "return" }],
@@ -36,6 +38,7 @@ const ON_HOVER = [
   ["ratio", "ratio new / old"], ["entropys", "entropy"], ["probability", "probability"],
   ["rollout_log_probs", "log-prob, sampler"], ["old_log_probs", "log-prob, trainer"],
   ["difference", "trainer − sampler"], ["ref_log_prob", "log-prob, reference"], ["kl", "policy − reference"],
+  ["teacher_log_prob", "log-prob, teacher"], ["teacher", "teacher − policy"],
 ];
 
 /** Return the scale of a measure over samples, so that their colours can be compared. */
