@@ -34,6 +34,7 @@ COMMON = (
     "critic.optim.lr=1e-3",
     "critic.optim.eps=1e-5",
     "algorithm.kl_ctrl.kl_coef=0.1",  # a reference model
+    "teacher.kl=sampled",
 )
 MEGATRON = (
     f"{ACTOR}.strategy=megatron",
@@ -74,8 +75,8 @@ def results(tmp_path_factory, ray_session):
         key = (layout, rollout, model)
         if key not in found:
             folder = found[key] = inputs / " ".join(key).replace(" ", "_")
-            path = f"actor_rollout_ref.model.path={inputs / model}"
-            options = overrides(inputs, folder, *COMMON, *ROLLOUTS[rollout], *LAYOUTS[layout], path)
+            paths = (f"actor_rollout_ref.model.path={inputs / model}", f"teacher.model.path={inputs / model}")
+            options = overrides(inputs, folder, *COMMON, *ROLLOUTS[rollout], *LAYOUTS[layout], *paths)
             train(options).shutdown()
         return found[key]
 
