@@ -115,6 +115,7 @@ ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is
 update_log_probs    | BT  | float32 | nats   | actor   | samples | in the last epoch's step | several steps
 ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | a full KL is used
 full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | a full KL is used
+teacher             | BT  | int64   | number | driver  | teacher, actor | of its teacher | by_source
 teacher_log_prob    | BT  | float32 | nats   | teacher | advantages | log-prob | a teacher
 teacher_entropy     | BT  | float32 | nats   | teacher | metrics | entropy | a teacher
 teacher_hidden      | BTH | float32 |        | teacher | actor | hidden states | if whole

@@ -756,6 +756,12 @@ class TrainTeacher(TypedDict, total=False):
     """auto: a part of the advantages with sampled, of the loss with the other kinds."""
     coef: float
     """Weight of the teacher's part."""
+    by_source: Mapping[str, Any]
+    """Teacher of each data_source, as {math: {model: {path: A}}, code: {servers: [URL]}}; {}: one for all."""
+    servers: Sequence[str]
+    """URLs of servers of vLLM that have the teacher, in place of a model, with teacher.kl=sampled."""
+    token_env: str | None
+    """Environment variable with the servers' token."""
     megatron: TrainActorRolloutRefActorMegatron
     """Layout of a model with strategy=megatron; roles in one pool have the same."""
 

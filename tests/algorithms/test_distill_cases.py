@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -253,6 +255,10 @@ def _(given, right, _folder):
         hidden = torch.tensor([given[f"{who}_logits"]])
         found = token_log_probs(hidden, OutputLayer(torch.eye(3)), torch.tensor([given["token"]]), **options)
         assert float(found.log_probs_N) == pytest.approx(right[f"{who}_log_prob"], abs=1e-6)
+    served = ["teacher.servers=[http://127.0.0.1:1]", "teacher.kl=sampled"]
+    temperature = f"actor_rollout_ref.rollout.temperature={given['temperature']}"
+    errors = check_config(load_config([*ALONE, *served, temperature])).errors
+    assert any("rollout.temperature" in line for line in errors)
 
 
 @check("d11")
@@ -290,6 +296,22 @@ def _(given, right, folder):
     keys = [f"algorithm.filter_groups.enable={enable}", "actor_rollout_ref.rollout.n=2"]
     config = load_config([*ALONE, "teacher.model.path=teacher", *keys])
     assert any("filter_groups" in line for line in check_config(config).errors)
+
+
+@check("d14")
+def _(given, right, folder):
+    inputs = runs.make_inputs(folder)
+    (inputs / "model" / "model.safetensors").unlink()
+    table = pq.read_table(inputs / "train.parquet")
+    sources = pa.array([given["rows"][row % 2] for row in range(len(table))])
+    place = table.schema.names.index("data_source")
+    pq.write_table(table.set_column(place, "data_source", sources), inputs / "train.parquet")
+    entries = ", ".join(f"{name}: {{model: {{path: {inputs / 'model'}}}}}" for name in given["teachers"])
+    keys = runs.overrides(inputs, folder / "run", *ALONE, f"teacher.by_source={{{entries}}}")
+    with pytest.raises(ConfigError, match="data_source") as raised:
+        build_trainer(load_config(keys))
+    missing, *have = right["error_before_a_model_loads"]
+    assert f"data_source {missing}; it has {', '.join(have)}" in str(raised.value)
 
 
 @check("d15")

@@ -41,7 +41,8 @@ REWARDS = {
     *("reward_model.penalty_reward_value", "reward_model.min_response_length"),
 }
 TEACHER = {
-    f"teacher.{name}" for name in ("model.path", "model.override_config", "kl", "js_weight", "top_k", "use")
+    f"teacher.{name}"
+    for name in ("model.path", "model.override_config", "kl", "js_weight", "top_k", "use", "by_source")
 }
 FILES = {
     *(f"{section}.{name}" for section in (POLICY, CRITIC) for name in ("path", "lora_adapter_path")),

@@ -40,6 +40,9 @@ CONFIGURATIONS = {
         "custom_reward_function.path={inputs}/reward.py",
     ],
     "teacher": ["teacher.model.path={inputs}/model", "teacher.kl=js"],
+    "teacher of a source": [
+        "teacher.by_source={strop/arithmetic: {model: {path: {inputs}/model}}}",
+    ],
     "top words of a teacher": ["teacher.model.path={inputs}/model", "teacher.top_k=3"],
     "sampled by a teacher": ["teacher.model.path={inputs}/model", "teacher.kl=sampled"],
     "reward model": ["reward_model.enable=True", "reward_model.model.input_tokenizer=null"],

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -76,6 +77,9 @@ def test_a_student_comes_to_a_wider_teacher(inputs, tmp_path, keys):
         assert 0 <= values(tmp_path, "teacher/agreement")[0] <= 1
 
 
+SERVED = ("teacher.model.path=''", "teacher.servers=[http://127.0.0.1:1]", "teacher.kl=sampled")
+
+
 def problems(inputs, *extra, teacher="teacher"):
     return check(load_config(options(inputs, inputs / "run", *extra, teacher=teacher))).errors
 
@@ -86,6 +90,13 @@ def problems(inputs, *extra, teacher="teacher"):
         (["teacher.model.path=reference"], ["reference", "lora_rank"]),
         (["teacher.kl=sampled", "teacher.use=loss"], ["teacher.use", "auto"]),
         (["teacher.use=advantage"], ["teacher.use", "auto"]),
+        (["teacher.model.path=''", "teacher.servers=[http://127.0.0.1:1]"], ["servers", "sampled"]),
+        (
+            [*SERVED, "actor_rollout_ref.rollout.temperature=0.5"],
+            ["actor_rollout_ref.rollout.temperature", "servers"],
+        ),
+        (["teacher.by_source={a: {modle: {path: b}}}", "teacher.model.path=''"], ["by_source.a", "modle"]),
+        (["teacher.by_source={a: {model: {path: b}}}"], ["by_source", "teacher.model.path"]),
         (["teacher.kl=sampled", "teacher.top_k=4"], ["teacher.top_k", "null"]),
         (["teacher.model.path=''"], ["reward_manager=none", "teacher.model.path"]),
         (["algorithm.filter_groups.enable=true"], ["filter_groups", "reward_manager=none"]),
@@ -98,6 +109,43 @@ def test_what_fits_no_teacher_is_refused_before_a_model_loads(inputs, keys, word
     assert any(all(word in line for word in words) for line in problems(inputs, *keys)), problems(
         inputs, *keys
     )
+
+
+SOURCES = "teacher.model.path=''", "teacher.by_source={{strop/arithmetic: {{model: {{path: {}}}}}, b: {}}}"
+
+
+def sourced(folder, *extra):
+    """Rows of two data sources, each with a teacher."""
+    table = pq.read_table(folder / "train.parquet")
+    sources = pa.array(["strop/arithmetic" if row % 3 else "b" for row in range(len(table))])
+    place = table.schema.names.index("data_source")
+    pq.write_table(table.set_column(place, "data_source", sources), folder / "two.parquet")
+    return f"data.train_files={folder / 'two.parquet'}"
+
+
+@pytest.mark.parametrize("keys", [["teacher.kl=reverse"], ["teacher.top_k=4"], ["teacher.kl=sampled"]])
+def test_each_data_source_has_its_teacher(inputs, tmp_path, keys):
+    """Of other widths; with one teacher for both sources it is the run with that one."""
+
+    def train(name, *given):
+        run = options(inputs, tmp_path / name, *keys, sourced(inputs), *given)
+        return runs.hashes(runs.train(run))
+
+    other = f"{{model: {{path: {inputs / 'model'}}}}}"
+    same = f"{{model: {{path: {inputs / 'teacher'}}}}}"
+    two = train("two", SOURCES[0], SOURCES[1].format(inputs / "teacher", other))
+    one = train("one", SOURCES[0], SOURCES[1].format(inputs / "teacher", same))
+    whole, kl = train("whole"), [values(tmp_path / name, "teacher/kl") for name in ("one", "whole")]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-4)
+    if keys != ["teacher.kl=reverse"]:  # two output layers give a gradient in two parts
+        assert one == whole
+    assert two != one
+
+
+def test_a_data_source_without_a_teacher_stops_the_run_before_a_model_loads(inputs, tmp_path):
+    text = "teacher.by_source={math: {model: {path: " + str(inputs / "teacher") + "}}}"
+    with pytest.raises(ConfigError, match="no teacher for the data_source b, strop/arithmetic; it has math"):
+        build_trainer(load_config(options(inputs, tmp_path, SOURCES[0], text, sourced(inputs))))
 
 
 @pytest.mark.parametrize("share", [0, 1])

@@ -283,32 +283,36 @@ class _ChosenBlocks(_Forbidding):
 
     def measure_chosen(self, shape: torch.Size, keep: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return logits [N, K], log-sums of all words and of those that are not chosen, and the likeliest."""
-        device = self.hidden_NH.device
-        picked_NK = torch.zeros(shape, device=device)
-        everything, others = (_Sum(shape[0], device) for _ in range(2))
+        others = _Sum(shape[0], self.hidden_NH.device)
+        picked_NK = torch.zeros(shape, device=self.hidden_NH.device)
+        highest_N, best_N = torch.full_like(others.highest_N, LOWEST), torch.zeros_like(others.best_N)
         for words in self.words:
-            logits_Nv, (rows, places, number) = (
-                self.logits(words, keep=words.stop <= keep),
-                self.chosen(words),
-            )
+            logits_Nv = self.logits(words, keep=words.stop <= keep)
+            top_N, place_N = logits_Nv.max(dim=1)
+            best_N = torch.where(top_N > highest_N, place_N + words.start, best_N)
+            highest_N = torch.maximum(highest_N, top_N)
+            rows, places, number = self.chosen(words)
             picked_NK[rows, number] = logits_Nv[rows, places]
-            everything.add(logits_Nv, words.start, self.room(1, words), self.room(2, words))
             rest_Nv = self.room(2, words).copy_(logits_Nv)
             rest_Nv[rows, places] = LOWEST
             others.add(rest_Nv, words.start, self.room(1, words), self.room(2, words))
         others_N = torch.where(others.highest_N > LOWEST, others.log(), -torch.inf)
-        return picked_NK, everything.log(), others_N, everything.best_N
+        everything_N = torch.logaddexp(picked_NK.double().logsumexp(dim=1), others_N)
+        return picked_NK, everything_N, others_N, best_N
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Any) -> Tensor:
+        """Return the gradient by logits [N, v]; ``upstream`` is a ``_ChosenGradient``."""
         rows, places, number = self.chosen(words)
-        whole_N1 = upstream.upstream_NK.sum(dim=1, keepdim=True)
-        log_q_Nv = torch.sub(logits_Nv, upstream.log_sum_N.float()[:, None], out=self.room(1, words))
-        gradient_Nv = log_q_Nv.exp_().mul_(-whole_N1)
-        at_chosen = gradient_Nv[rows, places] + upstream.upstream_NK[rows, number]
-        others_N1 = upstream.others_N.float()[:, None].clamp(min=LOWEST)
-        share_Nv = torch.sub(logits_Nv, others_N1, out=self.room(2, words)).clamp_(max=0).exp_()
-        gradient_Nv.addcmul_(share_Nv, upstream.upstream_NK[:, -1:])
-        gradient_Nv[rows, places] = at_chosen
+        gradient_NK = upstream.upstream_NK
+        whole_N = gradient_NK.sum(dim=1)
+        logits_n = logits_Nv[rows, places]
+        at_chosen = gradient_NK[rows, number] - whole_N[rows] * (logits_n - upstream.log_sum_N[rows]).exp()
+        # of the others: their share among themselves, times what reaches them together
+        reaching_N = gradient_NK[:, -1] - whole_N * (upstream.others_N - upstream.log_sum_N).exp()
+        others_N = upstream.others_N.float().clamp(min=LOWEST)
+        gradient_Nv = torch.sub(logits_Nv, others_N[:, None], out=self.room(1, words)).clamp_(max=0).exp_()
+        gradient_Nv.mul_(reaching_N.float()[:, None])
+        gradient_Nv[rows, places] = at_chosen.float()
         return gradient_Nv
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from strop.config.names import NO_REWARD, needs_critic, sets_noise
 from strop.config.schema import Config
 from strop.config.schema.policy import has_kl_term
-from strop.config.schema.teacher import THE_POLICY
+from strop.config.schema.teacher import THE_POLICY, has_teacher, teachers_of
+from strop.errors import ConfigError
 
 
 def uses_reference(config: Config) -> bool:
@@ -23,7 +25,7 @@ def reference_is_the_actor(config: Config) -> bool:
 
 def uses_teacher(config: Config) -> bool:
     """Return True if there are updates that learn from a teacher."""
-    return bool(config.teacher.model.path) and not config.trainer.val_only
+    return has_teacher(config) and not config.trainer.val_only
 
 
 def teacher_is_the_actor(config: Config) -> bool:
@@ -34,6 +36,19 @@ def teacher_is_the_actor(config: Config) -> bool:
 def has_teacher_role(config: Config) -> bool:
     """Return True if a worker of its own holds the teacher."""
     return uses_teacher(config) and not teacher_is_the_actor(config)
+
+
+def teacher_models(config: Config) -> dict[str, Any]:
+    """Return the section of each model that teaches beside the policy, by key; none of unusable entries."""
+    teachers = []
+    if has_teacher_role(config):
+        with suppress(ConfigError):  # reported by ``check``
+            teachers = teachers_of(config.teacher)
+    return {
+        "teacher.model" if source is None else f"teacher.by_source.{source}.model": model
+        for source, model, _ in teachers
+        if model is not None
+    }
 
 
 def teaches_by_advantages(config: Config) -> bool:
@@ -100,8 +115,8 @@ def model_paths(config: Config) -> dict[str, str]:
         paths["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path
-    if has_teacher_role(config):
-        paths["teacher.model.path"] = config.teacher.model.path
+    for key, model in teacher_models(config).items():
+        paths[f"{key}.path"] = model.path
     return paths
 
 

@@ -91,7 +91,7 @@ class PolicyModel(RoleModel):
         self.projection: Any = LogitProjection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
         self.teaching: Teaching | None = None
-        self.teacher_head: OutputLayer | None = None
+        self.teacher_heads: list[OutputLayer] = []
         if not head.weight.is_meta:
             with model_errors(language_model):
                 check_projection(language_model, self.projection)
@@ -139,12 +139,13 @@ class PolicyModel(RoleModel):
             for name, weight in self._reference_head.items()
         }
 
-    def _teacher_layer(self) -> OutputLayer:
-        """Return the teacher's output layer: read from its folder, or the policy's own as loaded."""
-        if self.teacher_head is not None:
-            return self.teacher_head
+    def _teacher_layers(self) -> list[OutputLayer]:
+        """Return the teachers' output layers: read from their folders, or the policy's own as loaded."""
+        if self.teacher_heads:
+            return self.teacher_heads
         whole = self._whole_reference_head()
-        return OutputLayer(whole["weight"], whole.get("bias"), *projection_of(self.hugging_face_model.config))
+        projection = projection_of(self.hugging_face_model.config)
+        return [OutputLayer(whole["weight"], whole.get("bias"), *projection)]
 
     @by_leaf
     def forward(
@@ -190,8 +191,8 @@ class PolicyModel(RoleModel):
             outputs["full_kl"] = tokens.spread(found.full_kl_N)
         if with_teacher and self.teaching is not None:
             columns = {name: tokens.select(batch[name]) for name in TEACHER_COLUMNS if name in batch}
-            head = self._teacher_layer() if "teacher_hidden" in columns else None
-            measured = self.teaching.measure(hidden_NH, layer, columns, head, temperature)
+            heads = self._teacher_layers() if "teacher_hidden" in columns else []
+            measured = self.teaching.measure(hidden_NH, layer, columns, heads, temperature)
             outputs |= {name: tokens.spread(figure_N) for name, figure_N in measured.items()}
         if top_k is not None:
             ids_NK, top_NK = top_words(hidden_NH, as_layer(layer), top_k, temperature=temperature)

@@ -19,8 +19,8 @@ from torch import Tensor
 from strop.algorithms import token_tree
 from strop.models.passes.micro_batch import MicroBatch, on_cpu, send
 
-_AT_SAMPLED = {"ref_hidden", "teacher_hidden", "teacher_ids", "teacher_top"}
-"""Columns [B, T, ...] that passes read at sampled tokens only."""
+_AT_SAMPLED = {"ref_hidden", "teacher", "teacher_hidden", "teacher_ids", "teacher_top"}
+"""Columns [B, T] or [B, T, ...] that passes read at sampled tokens only."""
 
 Forward = Callable[..., dict[str, Tensor]]
 

@@ -25,6 +25,7 @@ from strop.config.roles import (
     has_teacher_role,
     model_paths,
     roles_of,
+    teacher_models,
     tokenizer_paths,
     uses_critic,
 )
@@ -45,7 +46,7 @@ from strop.data.tokenize import tokenizer_fingerprint
 from strop.engines.device import pick_device, require_gpu
 from strop.environments.loading import Environments, load_environments
 from strop.environments.pool import EnvironmentPool, row_of
-from strop.errors import Attempts, ModelError, RewardError
+from strop.errors import Attempts, ConfigError, ModelError, RewardError
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.folder import (
     attention_for,
@@ -87,10 +88,9 @@ def check_models(config: Config, tokenizer: Any) -> None:
         attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
     if has_teacher_role(config):
         # of another size: heads are cut to the words of the tokenizer
-        remedy = f"Set teacher.model.path to a model with the tokenizer of {policy.path}"
-        attempt(
-            lambda: check_model("teacher.model", config.teacher.model, tokenizer, cache_dir, remedy=remedy)
-        )
+        remedy = f"Set it to a model with the tokenizer of {policy.path}"
+        for key, model in teacher_models(config).items():
+            attempt(lambda k=key, m=model: check_model(k, m, tokenizer, cache_dir, remedy=remedy))
     if rewards.enable:
         shared = rewards.model.input_tokenizer is None
 
@@ -475,6 +475,12 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
                     raise RewardError(
                         f"rows of the environment {name!r}, which has no reward: {error}"
                     ) from error
+        by_source = trainer.config.teacher.by_source
+        if missing := sorted(sources - by_source.keys() if by_source and dataset is rows_of_training else ()):
+            raise ConfigError(
+                f"teacher.by_source: no teacher for the data_source {', '.join(missing)}; it has "
+                f"{', '.join(by_source)}"
+            )
         if len(dataset):
             columns = columns_of(dataset, 0).keys() - {"input_ids"}
             for called in filter(None, (trainer.environments, trainer.program)):
@@ -487,6 +493,8 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
             by_rule = {source for source in sources if reward_fn.is_built_in(source)}
             dataset.require_ground_truths(by_rule, by_model=by_model)
 
+    train_loader = trainer.train_loader
+    rows_of_training = None if train_loader is None else all_rows(train_loader.dataset)
     attempt = Attempts()
     for reward_fn, dataset, by_model in used:
         attempt(partial(require_scored, reward_fn, all_rows(dataset), by_model))

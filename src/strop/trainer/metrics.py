@@ -241,10 +241,9 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
         metrics["objective/kl"] = masked_sum(columns["kl"], mask_BT, dim=1).mean().item()
         metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
         metrics["critic/kl_coeff"] = kl_coef
-    if "teacher_log_prob" in columns:
-        metrics["teacher/entropy"] = masked_mean(columns["teacher_entropy"], mask_BT).item()
-        if "teacher_kl" in columns:
-            metrics["teacher/kl"] = masked_mean(columns["teacher_kl"], mask_BT).item()
+    for name in ("entropy", "kl"):
+        if (column := f"teacher_{name}") in columns:
+            metrics[f"teacher/{name}"] = masked_mean(columns[column], mask_BT).item()
     if "reward/rule" in columns:
         rule = columns["reward/rule"]
         verifiable = rule[~rule.isnan()]  # NaN for samples that no rule scored

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-_OF_TEACHER = ("teacher_hidden", "teacher_ids", "teacher_top")
+_OF_TEACHER = ("teacher", "teacher_hidden", "teacher_ids", "teacher_top")
 _ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", *_OF_TEACHER)
 _EVALUATED = ("old_log_probs", "ref_log_prob", "values")
 
@@ -177,6 +177,7 @@ class PPO:
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
         self.teaches_by_advantages, self.has_reward = teaches_by_advantages(config), has_reward(config)
+        self._teachers = [*config.teacher.by_source]
         self.use_reference = uses_reference(config)
         self.kl_in_reward = has_kl_in_reward(config)
         self.sampler_is_old = config.actor_rollout_ref.actor.use_rollout_log_probs
@@ -258,6 +259,8 @@ class PPO:
         # now: estimate_advantages updates the controller after this batch's penalty
         beta = self.kl_controller.value if self.kl_in_reward else 0.0
 
+        if self._teachers:
+            samples.batch = self._with_teachers(samples.batch)
         needs_pass = not (recorded or self.sampler_is_old)
         evaluation = self._start_evaluation(samples.batch, timer, with_old_log_probs=needs_pass)
         with timer.phase("reward"):  # the scorers' last samples, while models evaluate the batch
@@ -285,6 +288,13 @@ class PPO:
             _require_finite_columns(batch)  # the step has skipped a gradient that is not finite
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics
+
+    def _with_teachers(self, batch: DataProto) -> DataProto:
+        """Add the column ``teacher``: the number of each row's teacher in ``teacher.by_source``."""
+        sources = batch.non_tensor_batch[self.config.data.reward_fn_key]
+        numbers = torch.tensor([self._teachers.index(source) for source in sources])
+        mask_BT = batch.batch["response_mask"]
+        return batch.union(DataProto({"teacher": numbers[:, None].expand(mask_BT.shape).contiguous()}))
 
     def trains_actor(self, iteration: int) -> bool:
         """Return True once the critic's warm-up is over."""
@@ -326,6 +336,9 @@ class PPO:
     ) -> dict[str, Future]:
         """Start the forward passes over the samples, by phase; groups in different pools run concurrently."""
         inputs = _with_inputs(batch)
+        given = dict.fromkeys(("ref", "old_log_prob", "values"), inputs)
+        if self.groups.teacher is not None:
+            given["teacher"] = _with_inputs(batch, *(("teacher",) if "teacher" in batch else ()))
         methods = {}
         if self.use_reference:
             methods["ref"] = self.groups.ref.compute_ref_log_prob
@@ -338,7 +351,7 @@ class PPO:
         calls = {}
         for phase, method in methods.items():
             with timer.phase(phase):
-                calls[phase] = method.start(inputs)
+                calls[phase] = method.start(given[phase])
         return calls
 
     def _finish_evaluation(self, batch: DataProto, calls: dict[str, Future], timer: PhaseTimer) -> DataProto:

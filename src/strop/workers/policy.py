@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from strop.config.roles import (
     reference_is_the_actor,
     teacher_hidden,
     teacher_is_the_actor,
+    teacher_models,
     teaches_by_advantages,
     uses_full_kl,
     uses_reference,
@@ -146,15 +147,12 @@ class ActorRolloutRefWorker(RoleWorker):
 
     def _teaching(self) -> Teaching:
         teacher = self.config.teacher
-        options: dict[str, Any] = {}
-        if teacher_hidden(self.config) and not teacher_is_the_actor(self.config):
-            options = self.model_options(teacher.model)
+        models = teacher_models(self.config).values() if teacher_hidden(self.config) else ()
         return Teaching(
             kind=teacher.kl,
             js_weight=teacher.js_weight,
             words=words_of(self.tokenizer),
-            path=options.pop("path", None),
-            options=options,
+            models=[self.model_options(model) for model in models],
         )
 
     @property
@@ -454,7 +452,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def compute_teacher(self, batch: DataProto) -> DataProto:
         """Return the columns of ``teacher_columns``, of the actor with its adapters off."""
         with self.engine.base_model():
-            return teacher_columns(self, batch)
+            return teacher_columns(self, self.engine, batch)
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("update_actor")

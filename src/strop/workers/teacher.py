@@ -1,43 +1,104 @@
-"""``TeacherWorker``: the distributions of a frozen model at the tokens of the policy's samples."""
+"""``TeacherWorker``: the distributions of frozen models at the tokens of the policy's samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from strop.config.backends import ENGINES
+from strop.config.keys import longest_row
 from strop.config.roles import teacher_hidden
+from strop.config.schema.teacher import Teacher, teachers_of
 from strop.controller.group import Dispatch, register
+from strop.engines.base import Engine
+from strop.engines.micro_batches import require_no_tree
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker
 from strop.workers.memory import phase
 
+Judge = Callable[[DataProto], DataProto]
+"""Return the columns of a teacher, of rows of samples."""
+
 
 class TeacherWorker(RoleWorker):
-    """Hold a teacher; it computes as the policy does, at the rollout's temperature."""
+    """Hold the teachers; they compute as the policy does, at the rollout's temperature."""
 
     shared_passes: ClassVar = {"compute_teacher": "teacher"}
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the policy's tokenizer, whose words are compared, and the teacher."""
+        """Load the policy's tokenizer, whose words are compared, and the teachers; wait for servers."""
         policy = self.config.actor_rollout_ref.model
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or policy.path)
+        self._scorers: list[Any] = []
+        self._judges = [self._judge(teacher) for teacher in teachers_of(self.config.teacher)]
+
+    def _judge(self, teacher: Teacher) -> Judge:
+        policy = self.config.actor_rollout_ref
+        if teacher.model is None:
+            from strop.rollout.http.scorer import Scorer  # needs httpx2
+
+            own = {"urls": teacher.servers, "token_env": self.config.teacher.token_env}
+            settings = SimpleNamespace(**{**policy.rollout.get("http").model_dump(), **own})
+            self._scorers.append(Scorer(settings, self.tokenizer, longest_row(self.config.data)[0]))
+            return partial(_scores, self._scorers[-1])
         self.engine = self.build_engine(
             "policy",
-            self.model_options(self.config.teacher.model),
+            self.model_options(teacher.model),
             name="teacher",
             section=ENGINES[self.strategy].section_of(self.config, "teacher"),
-            compute_dtype=policy.compute_dtype,
-            packed=policy.use_remove_padding,
-            compile=policy.compile,
+            compute_dtype=policy.model.compute_dtype,
+            packed=policy.model.use_remove_padding,
+            compile=policy.model.compile,
             trained=None,
         )
+        return partial(teacher_columns, self, self.engine)
+
+    def close(self) -> None:
+        """End the requests to servers."""
+        for scorer in getattr(self, "_scorers", ()):
+            scorer.close()
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("teacher")
     def compute_teacher(self, batch: DataProto) -> DataProto:
-        """Return the columns of ``teacher_columns``."""
-        return teacher_columns(self, batch)
+        """Return the columns of ``teacher_columns``, each row's by its teacher (column ``teacher``)."""
+        if len(self._judges) == 1:
+            return self._judges[0](batch)
+        whole: dict[str, Tensor] = {}
+        for number, judge in enumerate(self._judges):
+            rows = (batch.batch["teacher"][:, 0] == number).nonzero()[:, 0]
+            # every rank takes part in every pass: one without rows with a masked one
+            own = batch[rows] if len(rows) else batch[torch.zeros(1, dtype=torch.long)]
+            if not len(rows):
+                own.batch["response_mask"] = torch.zeros_like(own.batch["response_mask"])
+            for name, column in judge(own).batch.items():
+                kept = whole.get(name, column.new_zeros(len(batch), *column.shape[1:]))
+                if column.dim() == 3:  # hidden states of several widths
+                    width = max(column.shape[2], kept.shape[2])
+                    column, kept = (pad(one, (0, width - one.shape[2])) for one in (column, kept))
+                whole[name] = kept.index_copy(0, rows, column[: len(rows)])
+        if self._scorers:
+            whole.pop("teacher_entropy", None)  # servers do not tell it
+        return DataProto(whole | {"teacher": batch.batch["teacher"]})
+
+
+def _scores(scorer: Any, batch: DataProto) -> DataProto:
+    """Return ``teacher_log_prob`` [B, T] by servers."""
+    require_no_tree(batch, "teacher.servers", "name a model")
+    columns = batch.batch
+    mask_BT, real_BL = columns["response_mask"], columns["attention_mask"].bool()
+    rows = [ids[real].tolist() for ids, real in zip(columns["input_ids"], real_BL, strict=True)]
+    found_BL = torch.zeros(real_BL.shape)
+    for row, real_L, scores in zip(found_BL, real_BL, scorer.score(rows), strict=True):
+        row[real_L.nonzero()[1:, 0]] = scores  # a row's first id has none
+    return DataProto({"teacher_log_prob": found_BL[:, -mask_BT.shape[1] :] * mask_BT})
 
 
 def words_of(tokenizer: Any) -> int:
@@ -45,7 +106,7 @@ def words_of(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab().values())
 
 
-def teacher_columns(worker: RoleWorker, batch: DataProto) -> DataProto:
+def teacher_columns(worker: RoleWorker, engine: Engine, batch: DataProto) -> DataProto:
     """Return ``teacher_log_prob`` and ``teacher_entropy`` [B, T], and what ``teacher.kl`` compares.
 
     That is ``teacher_hidden`` [B, T, H] for whole distributions, or ``teacher_ids`` [B, T, K] and
@@ -59,7 +120,7 @@ def teacher_columns(worker: RoleWorker, batch: DataProto) -> DataProto:
     if "whole_logits" in ENGINES[worker.strategy].offers:
         options["words"] = words_of(worker.tokenizer)
     temperature = config.actor_rollout_ref.rollout.temperature
-    found = worker.engine.infer(batch, worker.micro_batching("teacher"), temperature=temperature, **options)
+    found = engine.infer(batch, worker.micro_batching("teacher"), temperature=temperature, **options)
     columns = {"teacher_log_prob": found["log_prob"], "teacher_entropy": found["entropy"]}
     if "hidden" in found:
         columns["teacher_hidden"] = found["hidden"]

@@ -124,6 +124,7 @@ RULES: tuple[Rule, ...] = (
     learning.reward_parts,
     learning.groups,
     learning.without_reward,
+    learning.teachers,
     learning.scaled_kl,
     learning.mini_batches,
     learning.filtered_groups,

@@ -28,6 +28,7 @@ from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import has_kl_in_reward, has_reward, is_off_policy, uses_critic, uses_teacher
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
+from strop.config.schema.teacher import teachers_of
 from strop.errors import ConfigError, did_you_mean
 from strop.passed import is_function
 
@@ -87,6 +88,28 @@ def without_reward(config: Config) -> Iterator[Finding]:
         )
     if config.reward_model.enable:
         yield error(f"reward_model.enable=True with {given}: its scores are not read; set one of the two")
+
+
+def teachers(config: Config) -> Iterator[Finding]:
+    """Require usable teachers; those on servers know the log-probs of given tokens at temperature 1 alone."""
+    try:
+        found = teachers_of(config.teacher)
+    except ConfigError as problem:
+        yield error(str(problem))
+        return
+    if not any(one.servers for one in found) or config.trainer.val_only:
+        return
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if config.teacher.kl != "sampled":
+        yield error(
+            f"teacher.kl={config.teacher.kl} with servers: they answer the log-prob of the sampled "
+            "token alone; set it to sampled"
+        )
+    if temperature != 1:
+        yield error(
+            f"{_ROLLOUT}.temperature={temperature:g} with servers as teachers: their log-probs are of "
+            "temperature 1; set it to 1"
+        )
 
 
 class TrainedModel(NamedTuple):

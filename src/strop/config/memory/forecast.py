@@ -16,11 +16,11 @@ from strop.config.memory.shapes import activations, logits, number_bytes
 from strop.config.placement import Placement, process_count
 from strop.config.roles import (
     has_kl_in_reward,
-    has_teacher_role,
     reason_for_old_log_prob_pass,
     reference_is_the_actor,
     teacher_hidden,
     teacher_is_the_actor,
+    teacher_models,
     uses_critic,
     uses_reference,
     uses_teacher,
@@ -72,8 +72,11 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
         models.append(("ref", "reference: weights", policy, False))
     if uses_critic(config):
         models.append(("critic", f"critic: {kept}", config.critic.model.path, True))
-    if has_teacher_role(config):
-        models.append(("teacher", "teacher: weights", config.teacher.model.path, False))
+    teachers = teacher_models(config)
+    for key, model in teachers.items():
+        name = key.removesuffix(".model").removeprefix("teacher.by_source.")
+        words = "teacher: weights" if len(teachers) == 1 else f"teacher {name}: weights"
+        models.append(("teacher", words, model.path, False))
     if config.reward_model.enable:
         models.append(("reward_model", "reward model: weights", config.reward_model.model.path, False))
     held = {
@@ -83,10 +86,13 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     }
     if teacher_hidden(config) and _is_in(config, "actor", pool):
         # the head compares with the student's, so it stands whole where that is
-        facts = read_model_facts(policy if teacher_is_the_actor(config) else config.teacher.model.path)
+        paths = [policy] if teacher_is_the_actor(config) else [model.path for model in teachers.values()]
         size = number_bytes(config.actor_rollout_ref.model)
-        layer = None if facts is None else facts.vocabulary * facts.hidden * size
-        held["teacher: output layer beside the actor"] = layer
+        layers = [
+            None if facts is None else facts.vocabulary * facts.hidden * size
+            for facts in map(read_model_facts, paths)
+        ]
+        held["teacher: output layer beside the actor"] = total(*layers)
     return held
 
 

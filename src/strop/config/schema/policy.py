@@ -36,6 +36,7 @@ from strop.config.schema.base import (
     rollout_keys,
 )
 from strop.config.schema.model import ModelConfig
+from strop.config.schema.teacher import has_teacher
 
 if TYPE_CHECKING:
     RolloutName = str
@@ -266,7 +267,7 @@ class ActorRolloutRefConfig(Section, resumes=MAY_CHANGE):
         RefConfig,
         no_effect(
             "without a KL term or a teacher, whose passes it sizes, too",
-            lambda at: not has_kl_term(at.config) and not at.config.teacher.model.path,
+            lambda at: not has_kl_term(at.config) and not has_teacher(at.config),
             "no reference model is loaded",
         ),
     ]

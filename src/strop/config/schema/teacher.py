@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -13,20 +14,67 @@ from strop.config.schema.base import (
     At,
     AttentionName,
     Modules,
+    Names,
     NonNegativeFloat,
     Number,
     PositiveInt,
     Section,
+    Text,
     engine_sections,
     needs,
     no_effect,
     refused,
 )
+from strop.errors import ConfigError
 
 THE_POLICY = "reference"
 """Value of ``teacher.model.path``: the policy with its LoRA adapters off."""
 
-NO_TEACHER = no_effect("without teacher.model.path", lambda at: not at.config.teacher.model.path)
+
+class Teacher(NamedTuple):
+    """One teacher of a run: a model, or servers of one."""
+
+    source: str | None
+    """The data source whose rows it judges; None: all rows."""
+    model: Any = None
+    """Its section ``model``; None: servers have it."""
+    servers: Sequence[str] = ()
+
+
+def teachers_of(section: Any) -> list[Teacher]:
+    """Return the teachers of a section ``teacher``, in the order of ``by_source``.
+
+    Keys of a model that an entry leaves out are those of ``teacher.model``. Raises ``ConfigError`` for an
+    entry that names no teacher.
+    """
+    base = section.model
+    if not section.by_source:
+        one = Teacher(None, base if base.path else None, section.servers)
+        return [one] if base.path or section.servers else []
+    if base.path or section.servers:
+        raise ConfigError("teacher.by_source names all teachers; empty teacher.model.path and servers")
+    found = []
+    for source, entry in section.by_source.items():
+        where, own = f"teacher.by_source.{source}", entry.get("model", {})
+        if entry.keys() not in ({"model"}, {"servers"}):
+            raise ConfigError(f"{where}: found {sorted(entry)}, expected either model or servers")
+        if "servers" in entry:
+            found.append(Teacher(source, None, list(entry["servers"])))
+            continue
+        if not isinstance(own, Mapping) or not own.get("path") or own.keys() - type(base).model_fields.keys():
+            known = ", ".join(type(base).model_fields)
+            raise ConfigError(f"{where}.model: found {own}, expected path among the keys {known}")
+        found.append(Teacher(source, base.model_copy(update=dict(own))))
+    return found
+
+
+def has_teacher(config: Any) -> bool:
+    """Return True if the configuration names a teacher."""
+    teacher = config.teacher
+    return bool(teacher.model.path or teacher.servers or teacher.by_source)
+
+
+NO_TEACHER = no_effect("without a teacher", lambda at: not has_teacher(at.config))
 
 
 @engine_sections("teacher.model", NO_TEACHER)
@@ -54,7 +102,7 @@ class TeacherModelConfig(Section, resumes=SAME):
 
 
 def _in_use(at: At) -> bool:
-    return bool(at.config.teacher.model.path)
+    return has_teacher(at.config)
 
 
 def _wrong_use(at: At) -> bool:
@@ -100,3 +148,17 @@ class TeacherConfig(Section, resumes=SAME):
     """auto: a part of the advantages with sampled, of the loss with the other kinds."""
     coef: Annotated[NonNegativeFloat, MAY_CHANGE, NO_TEACHER]
     """Weight of the teacher's part."""
+    by_source: dict[str, dict[str, Any]]
+    """Teacher of each data_source, as {math: {model: {path: A}}, code: {servers: [URL]}}; {}: one for all."""
+    servers: Annotated[
+        Names,
+        MAY_CHANGE,
+        refused(
+            "with teacher.model.path",
+            lambda at: bool(at.value and at.section.model.path),
+            "one of them is the teacher",
+        ),
+    ]
+    """URLs of servers of vLLM that have the teacher, in place of a model, with teacher.kl=sampled."""
+    token_env: Annotated[Text | None, MAY_CHANGE, NO_TEACHER]
+    """Environment variable with the servers' token."""

@@ -190,7 +190,7 @@ class TorchEngine:
                     module.keep_reference_head()
             if model.teaching is not None and isinstance(module, PolicyModel):
                 module.teaching = model.teaching
-                module.teacher_head = model.teaching.read_head(spec.device, engine.compute_dtype)
+                module.teacher_heads = model.teaching.read_heads(spec.device, engine.compute_dtype)
         return engine
 
     def _require_eager_figures(self, spec: ModelSpec) -> None:
