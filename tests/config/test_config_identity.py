@@ -45,6 +45,7 @@ TEACHER = {
     for name in ("model.path", "model.override_config", "kl", "js_weight", "top_k", "use", "by_source")
 }
 FILES = {
+    "teacher.model.path",
     *(f"{section}.{name}" for section in (POLICY, CRITIC) for name in ("path", "lora_adapter_path")),
     *("data.tokenizer", "data.train_files", "custom_reward_function.path"),
     *("reward_model.model.path", "reward_model.model.input_tokenizer"),
