@@ -49,7 +49,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--algorithm", metavar="NAME", help="grpo, ppo, rloo, reinforce++, remax, or another estimator")
     add("--n", type=int, metavar="N", help="responses to each prompt")
     by_default = "; the algorithm's, or grpo, unless all is key=value"
-    add("--recipe", metavar="NAME", help=f"grpo, ppo or your YAML file: values below your own{by_default}")
+    add(
+        "--recipe",
+        metavar="NAME",
+        help=f"grpo, ppo, distill or your YAML file: values below your own{by_default}",
+    )
 
 
 def add_distill_arguments(parser: argparse.ArgumentParser) -> None:
