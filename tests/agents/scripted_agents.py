@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from strop.agents.chat import ChatFormat, asked
+from strop.agents.chat import ChatFormat, read_request
 from strop.agents.program import ProgramPool, load_program
 from strop.agents.session import Node, Session
 from strop.config.load import load_config
@@ -55,7 +55,7 @@ def answer(session: Session, said: str | Sequence[int], *nodes: Node) -> None:
 
 def call(session: Session, said: str | Sequence[int], messages: Any, **more: Any) -> Node:
     """Return the node of a request that the policy has answered."""
-    node = session.ask(asked({"messages": messages, **more}))
+    node = session.submit(read_request({"messages": messages, **more}))
     answer(session, said, node)
     return node
 

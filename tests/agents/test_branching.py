@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from scripted_agents import call, new_session
 
-from strop.agents.chat import asked
+from strop.agents.chat import read_request
 from strop.agents.session import Node, Session
 from strop.algorithms.token_tree import NOTHING, PROMPT
 
@@ -39,8 +39,8 @@ def _begun(family: str) -> tuple[Session, Node, dict]:
     said = THOUGHT.removeprefix("<think>\n") if opens else THOUGHT
     session = new_session(TEMPLATES[family].text, seed=3)
     node = call(session, said, [SYSTEM, USER], tools=[TOOL])
-    assert [one.name for one in node.said.calls] == ["look_up"]
-    assert node.said.thinking == "let me"
+    assert [one.name for one in node.answer.calls] == ["look_up"]
+    assert node.answer.thinking == "let me"
     return session, node, node.message()
 
 
@@ -75,7 +75,9 @@ def test_an_edited_answer_is_context_after_the_turn_before_it(family):
     tool = _tool("42", message["tool_calls"][0]["id"])
     call(session, "It is 42.", [SYSTEM, USER, message, tool], tools=[TOOL])
     edited = {"role": "assistant", "content": "It is forty-two."}
-    node = session.ask(asked({"messages": [SYSTEM, USER, message, tool, edited, SURE], "tools": [TOOL]}))
+    node = session.submit(
+        read_request({"messages": [SYSTEM, USER, message, tool, edited, SURE], "tools": [TOOL]})
+    )
     assert node.parent is first
     assert "forty-two" in byte_tokenizer().decode(node.inserted)
 
@@ -128,7 +130,7 @@ def test_branches_do_not_depend_on_the_order_in_which_requests_arrive():
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         session = new_session()
         bodies = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
-        nodes = {number: session.ask(asked(bodies[number])) for number in order}
+        nodes = {number: session.submit(read_request(bodies[number])) for number in order}
         for node in session.begin([*nodes.values()]):
             node.ids, node.log_probs, node.versions = [129 + (node.seed % 20), 3], [-1.0] * 2, [0] * 2
             node.is_stopped = True
@@ -141,9 +143,9 @@ def test_branches_do_not_depend_on_the_order_in_which_requests_arrive():
 def test_malformed_calls_are_text_for_the_program():
     session = new_session()
     node = call(session, "<tool_call>{broken</tool_call>", [USER], tools=[TOOL])
-    assert node.said.calls == ()
-    assert node.said.malformed
-    assert node.said.content == "<tool_call>{broken</tool_call>"
+    assert node.answer.calls == ()
+    assert node.answer.malformed
+    assert node.answer.content == "<tool_call>{broken</tool_call>"
 
 
 def test_a_session_keeps_what_a_request_adds_to_the_one_before():
@@ -165,7 +167,7 @@ def test_an_answer_is_cut_behind_the_token_that_completes_a_stop_text():
     session = new_session()
     node = call(session, "one two END three", [USER], stop=["END"])
     assert byte_tokenizer().decode(node.ids) == "one two END"
-    assert (node.said.content, node.is_stopped, session.n_dropped) == ("one two ", False, len(" three") + 1)
-    further = session.ask(asked({"messages": [USER, node.message(), SURE]}))
+    assert (node.answer.content, node.is_stopped, session.n_dropped) == ("one two ", False, len(" three") + 1)
+    further = session.submit(read_request({"messages": [USER, node.message(), SURE]}))
     assert further.parent is node
     assert further.inserted[0] == 3

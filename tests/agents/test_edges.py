@@ -12,13 +12,13 @@ import torch
 from scripted_agents import HI, KEYS, agents, call, new_session
 from test_limits import _asks, _ended, _error, _Open
 
-from strop.agents.chat import Refusal, asked
+from strop.agents.chat import Refusal, read_request
 from strop.agents.session import Node
 from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
-from strop.rollout.agents import _Desk
+from strop.rollout.agents import _Handler
 from strop.tracking.samples import samples_table
 from strop.trainer.group_filter import differing_groups
 
@@ -28,14 +28,14 @@ from chat_templates import TEMPLATES
 
 def test_requests_at_the_same_time_share_the_room_that_is_left():
     session = new_session(room=2)
-    nodes = session.begin([session.ask(asked({"messages": HI})) for _ in range(3)])
+    nodes = session.begin([session.submit(read_request({"messages": HI})) for _ in range(3)])
     limits = session.limits(nodes)
     assert limits == [1, 1, 0]
     for node, limit in zip(nodes, limits, strict=True):
         node.ids = [129] * limit
         session.answer(node)
     assert len(session.row().ids) == 2
-    assert nodes[2].said.content == ""
+    assert nodes[2].answer.content == ""
 
 
 def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():
@@ -50,8 +50,8 @@ def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():
 def test_a_client_that_leaves_after_its_retry_has_come_leaves_no_request_unclaimed():
     with _Open() as session:
         rollout = session.agents.rollout
-        play, node, *_ = rollout.ask(session.key, asked({"messages": HI}), "m", False)
-        assert rollout.ask(session.key, asked({"messages": HI}), "m", True)[1] is node
+        play, node, *_ = rollout.submit(session.key, read_request({"messages": HI}), "m", False)
+        assert rollout.submit(session.key, read_request({"messages": HI}), "m", True)[1] is node
         rollout.leave(play, node, may_retry=False)
         assert node.is_claimed
         rollout.leave(play, node, may_retry=False)
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_after_its_retry_has_come_leaves_no_request_unclaim
 def test_a_session_that_ends_while_its_request_comes_refuses_it():
     with _Open() as session:
         rollout = session.agents.rollout
-        ask = rollout.ask
+        ask = rollout.submit
 
         def ends(*given: Any) -> Any:
             found = ask(*given)
@@ -69,8 +69,8 @@ def test_a_session_that_ends_while_its_request_comes_refuses_it():
                 rollout._end(found[0], "error", "late")
             return found
 
-        rollout.ask = ends
-        answer = _Desk(rollout).answer(session.key, {"messages": HI}, False, None)
+        rollout.submit = ends
+        answer = _Handler(rollout).answer(session.key, {"messages": HI}, False, None)
         with pytest.raises(Refusal, match="the session has ended"):
             asyncio.run_coroutine_threadsafe(answer, rollout._server.loop).result(10)
 
@@ -97,7 +97,7 @@ def test_lone_surrogates_in_any_field_reach_no_file():
 
 
 def test_path_of_a_long_session_needs_no_recursion():
-    node, request = None, asked({"messages": HI})
+    node, request = None, read_request({"messages": HI})
     for _ in range(2000):
         node = Node(node, request, [], [], "", None)
     assert len(node.path) == 2000
@@ -240,7 +240,7 @@ def test_a_schema_that_cannot_be_read_is_refused_before_a_call_is(parameters):
     session = new_session(TEMPLATES["Qwen2.5"].text)
     said = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     if parameters is None:  # as of a client that writes null for what is left out
-        assert call(session, said, **body).said.calls
+        assert call(session, said, **body).answer.calls
     else:
         with pytest.raises(Refusal, match=r"the schema of 'f' cannot be read") as refused:
             call(session, said, **body)
@@ -260,11 +260,11 @@ def test_a_call_whose_arguments_other_languages_cannot_read_is_malformed(number)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}
     said = f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
     node = call(new_session(TEMPLATES["Qwen2.5"].text), said, HI, tools=[tool])
-    assert node.said.calls == ()
-    assert "no JSON" in node.said.malformed
+    assert node.answer.calls == ()
+    assert "no JSON" in node.answer.malformed
 
 
 def test_a_first_context_that_is_too_long_names_both_keys():
     messages = [{"role": "user", "content": "x" * 300}]
     with pytest.raises(Refusal, match=r"data\.max_response_length=50 .*data\.max_prompt_length=40"):
-        new_session(room=50, widest=40).ask(asked({"messages": messages}))
+        new_session(room=50, widest=40).submit(read_request({"messages": messages}))

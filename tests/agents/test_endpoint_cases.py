@@ -18,7 +18,7 @@ import pytest
 import torch
 from scripted_agents import HI, agents, answer, call, ids_of, new_session
 
-from strop.agents.chat import Refusal, asked
+from strop.agents.chat import Refusal, read_request
 from strop.agents.session import Session
 from strop.algorithms.advantages import grpo
 from strop.algorithms.token_tree import NOTHING, PROMPT
@@ -86,7 +86,7 @@ def _(given, right):
     assert result.batch["response_mask"].sum().item() == len(ids_of("A"))
     assert len([context for wave in played.engine.contexts for context in wave]) == right["sampled_answers"]
     assert json.loads(result.non_tensor_batch["conversation"][0])["response"] == "A"
-    assert session.ask(asked(body)).said is None
+    assert session.submit(read_request(body)).answer is None
 
 
 def _slowly(said: str) -> str:
@@ -116,7 +116,7 @@ def _gives_up(base_url):
 @check("e01b")
 def _(given, right):
     session = new_session()
-    nodes = [session.ask(asked({"messages": one["messages"]})) for one in given["calls"]]
+    nodes = [session.submit(read_request({"messages": one["messages"]})) for one in given["calls"]]
     answer(session, "A", *nodes)
     assert len(session.nodes) == right["nodes"] == right["sampled_answers"]
     assert nodes[0].seed != nodes[1].seed
@@ -175,9 +175,9 @@ def _(given, right):
     for messages in given["then_each_of"]:
         session = new_session()
         node = call(session, given["policy"], HI)
-        assert node.said.thinking == right["message"]["reasoning_content"]
-        assert node.said.content.strip() == "Hello"
-        further = session.ask(asked({"messages": messages}))
+        assert node.answer.thinking == right["message"]["reasoning_content"]
+        assert node.answer.content.strip() == "Hello"
+        further = session.submit(read_request({"messages": messages}))
         assert further.parent is node
         own = right["its_ids_in_the_context"]
         assert further.context[len(node.context) :][: len(own)] == own
@@ -190,8 +190,8 @@ def _(given, right):
     for messages in given["then_each_of"]:
         session = new_session()
         node = call(session, given["policy"], HI, tools=tools)
-        assert [one.name for one in node.said.calls] == ["f"]
-        assert session.ask(asked({"messages": messages, "tools": tools})).parent is node
+        assert [one.name for one in node.answer.calls] == ["f"]
+        assert session.submit(read_request({"messages": messages, "tools": tools})).parent is node
 
 
 @check("e06")
@@ -199,7 +199,7 @@ def _(given, right):
     for messages in given["then_each_of"]:
         session = new_session()
         node = call(session, given["policy"], given["first"])
-        assert session.ask(asked({"messages": messages})).parent is node
+        assert session.submit(read_request({"messages": messages})).parent is node
 
 
 @check("e07")
@@ -286,10 +286,10 @@ def _(given, right):
     continued = []
     for order in (given["policy"], given["policy"][::-1]):
         session = new_session()
-        nodes = [session.ask(asked({"messages": messages})) for messages in given["calls"]]
+        nodes = [session.submit(read_request({"messages": messages})) for messages in given["calls"]]
         for node, ids in zip(nodes, order, strict=True):
             answer(session, ids, node)
-        parent = session.ask(asked({"messages": given["then"]})).parent
+        parent = session.submit(read_request({"messages": given["then"]})).parent
         continued.append(parent.ids)
     assert continued[0] == continued[1]
 
@@ -357,8 +357,8 @@ def _(given, right):
     session = new_session()
     session.restore(before.state())
     first, second = given["program_after_resume_calls"]
-    known = session.ask(asked({"messages": bodies[first]}))
-    assert known.said is not None
+    known = session.submit(read_request({"messages": bodies[first]}))
+    assert known.answer is not None
     call(session, second, bodies[second])
     session.end("stop")
     names = [byte_tokenizer().decode(node.ids[:-1]) for node in session.nodes]
@@ -434,4 +434,4 @@ def _(given, right):
 
 def test_a_request_that_ends_with_an_answer_is_refused():
     with pytest.raises(Refusal, match="the last message is an assistant's"):
-        asked({"messages": [*HI, {"role": "assistant", "content": "A"}]})
+        read_request({"messages": [*HI, {"role": "assistant", "content": "A"}]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_agents import call, new_session
 
-from strop.agents.chat import Refusal, asked
+from strop.agents.chat import Refusal, read_request
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -13,13 +13,13 @@ HI = [{"role": "user", "content": "Hi"}]
 @pytest.mark.parametrize("stop", [5, {"a": 1}, True, ["a", ""], [None]])
 def test_a_stop_that_is_no_text_is_refused(stop):
     with pytest.raises(Refusal, match="expected texts") as refused:
-        asked({"messages": HI, "stop": stop})
+        read_request({"messages": HI, "stop": stop})
     assert refused.value.status == 400
 
 
 def test_a_limit_that_is_null_leaves_the_other_one():
-    assert asked({"messages": HI, "max_completion_tokens": None, "max_tokens": 5}).max_tokens == 5
-    assert asked({"messages": HI, "max_completion_tokens": 3, "max_tokens": 5}).max_tokens == 3
+    assert read_request({"messages": HI, "max_completion_tokens": None, "max_tokens": 5}).max_tokens == 5
+    assert read_request({"messages": HI, "max_completion_tokens": 3, "max_tokens": 5}).max_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,15 @@ def test_a_limit_that_is_null_leaves_the_other_one():
 )
 def test_a_parameter_that_would_change_nothing_is_refused_by_its_name(name, value):
     with pytest.raises(Refusal, match=f"^{name}=") as refused:
-        asked({"messages": HI, name: value})
+        read_request({"messages": HI, name: value})
     assert refused.value.status == 400
 
 
 def test_parameters_that_ask_for_what_is_done_anyway_are_taken():
     plain = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "logprobs": False}
-    asked({"messages": HI, "user": "me", "store": False, "metadata": {}, "reasoning_effort": None, **plain})
+    read_request(
+        {"messages": HI, "user": "me", "store": False, "metadata": {}, "reasoning_effort": None, **plain}
+    )
 
 
 def test_one_call_of_several_is_answered_where_a_request_wants_no_parallel_ones():
@@ -66,10 +68,10 @@ def test_one_call_of_several_is_answered_where_a_request_wants_no_parallel_ones(
         node = call(session, said, HI, tools=[tool], parallel_tool_calls=wish)
         messages = [*HI, node.message(), {"role": "tool", "tool_call_id": node.call_ids[0], "content": "1"}]
         assert len(messages[1]["tool_calls"]) == count
-        assert session.ask(asked({"messages": messages, "tools": [tool]})).parent is node
+        assert session.submit(read_request({"messages": messages, "tools": [tool]})).parent is node
 
 
 def test_a_seed_is_the_runs_unless_it_may_be_named():
     with pytest.raises(Refusal, match="seed=1 is not served"):
-        asked({"messages": HI, "seed": 1})
-    asked({"messages": HI, "seed": 1}, seeded=True)
+        read_request({"messages": HI, "seed": 1})
+    read_request({"messages": HI, "seed": 1}, seeded=True)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from strop.cli import serve as command
 from strop.rollout.base import Samples
-from strop.trainer.serve import _Desk, serving
+from strop.trainer.serve import _Handler, serving
 
 import tiny_model
 from byte_tokenizer import STOP, byte_tokenizer
@@ -246,8 +246,8 @@ class Scripted:
 @pytest.fixture
 def scripted(model, monkeypatch):
     """A client, and the engine that the test gives texts."""
-    engine, serve = Scripted([]), _Desk.serve
-    monkeypatch.setattr(_Desk, "serve", lambda desk, real: serve(desk, engine))
+    engine, serve = Scripted([]), _Handler.serve
+    monkeypatch.setattr(_Handler, "serve", lambda desk, real: serve(desk, engine))
     with client_of(settings(model)) as client:
         yield client, engine
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.data.bridge import Bridge, Call
 from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
-from strop.data.tool_calls import find_parser, opens_thinking, require_schemas
+from strop.data.tool_calls import find_parser, opens_thinking, require_schemas, text_before, text_of_turn
 from strop.environments.loading import load_object
 from strop.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
 
-_BEFORE = 8
-"""Tokens before an answer from which its parser sees what the generation prompt has opened."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|$)", re.DOTALL)
 _SERVED = {
@@ -58,11 +56,11 @@ class Refusal(Exception):
         self.status = status
 
 
-class Asked(NamedTuple):
+class ChatRequest(NamedTuple):
     """A request, checked."""
 
     messages: list[dict[str, Any]]
-    seen: tuple[str, ...]
+    history: tuple[str, ...]
     """The messages in canonical form."""
     tools: list[dict[str, Any]]
     shown: str
@@ -74,18 +72,18 @@ class Asked(NamedTuple):
     sampling: dict[str, float]
     """temperature and top_p, where the request has them."""
 
-    def after(self, before: Asked, seen: tuple[str, ...]) -> Asked:
-        """Return the request with the objects of the one ``before``, whose messages ``seen`` it repeats."""
+    def after(self, before: ChatRequest, history: tuple[str, ...]) -> ChatRequest:
+        """Return the request with the objects of the one ``before``, of which it repeats ``history``."""
         n = len(before.messages)
         return self._replace(
             messages=[*before.messages, *self.messages[n:]],
-            seen=(*seen, *self.seen[len(seen) :]),
+            history=(*history, *self.history[len(history) :]),
             tools=before.tools,
             shown=before.shown,
         )
 
 
-class Said(NamedTuple):
+class ChatAnswer(NamedTuple):
     """An answer as text."""
 
     content: str
@@ -95,7 +93,7 @@ class Said(NamedTuple):
     """The reason why its calls are left in the content; "" if there is none."""
 
 
-def asked(body: Any, *, seeded: bool = False) -> Asked:
+def read_request(body: Any, *, seeded: bool = False) -> ChatRequest:
     """Check the body of a request. Raises ``Refusal`` for one that cannot be served as it asks.
 
     ``seeded``: it may name a seed.
@@ -120,7 +118,7 @@ def asked(body: Any, *, seeded: bool = False) -> Asked:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refusal(400, f"stop={stop!r:.80}: expected texts")
-    return Asked(
+    return ChatRequest(
         messages,
         tuple(map(canonical, messages)),
         tools,
@@ -221,7 +219,7 @@ class ChatFormat:
         self._bridges: dict[str, Bridge] = {}
         self._parser: Any = None
 
-    def bridge(self, request: Asked) -> Bridge:
+    def bridge(self, request: ChatRequest) -> Bridge:
         """Return the bridge for a request's tools; ``Refusal`` if the chat template has none."""
         if request.shown not in self._bridges:
             try:
@@ -250,7 +248,7 @@ class ChatFormat:
                 raise Refusal(400, str(error).replace("environment.parser", "agent.parser")) from error
         return self._parser
 
-    def prompt(self, request: Asked) -> list[int]:
+    def prompt(self, request: ChatRequest) -> list[int]:
         """Return the ids of all messages of a request, to the generation prompt."""
         tools = json.dumps(request.tools) if request.tools else None
         try:
@@ -260,7 +258,7 @@ class ChatFormat:
             reason = error.reason if isinstance(error, PromptError) else error
             raise Refusal(400, f"the chat template does not show the messages: {reason}") from error
 
-    def following(self, request: Asked, n_before: int, *, is_stopped: bool) -> list[int]:
+    def following(self, request: ChatRequest, n_before: int, *, is_stopped: bool) -> list[int]:
         """Return the ids after an answer, which is the message ``n_before - 1``, to the generation prompt.
 
         ``is_stopped``: the answer ended with a stop token; else the template's is the first of them.
@@ -283,29 +281,28 @@ class ChatFormat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without its stop token."""
-        said = ids[:-1] if ids and ids[-1] in self._stops else ids
-        return self._tokenizer.decode(said, skip_special_tokens=False)
+        return text_of_turn(self._tokenizer, ids, self._stops)
 
     def plain(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def read(self, request: Asked, before: Sequence[int], ids: Sequence[int]) -> Said:
+    def read(self, request: ChatRequest, before: Sequence[int], ids: Sequence[int]) -> ChatAnswer:
         """Return the answer of ``ids`` that follow the ids ``before``."""
         text = self.text(ids)
         for stop in request.stop:
             text = text.partition(stop)[0]
-        end = self._tokenizer.decode(before[-_BEFORE:], skip_special_tokens=False)
+        end = text_before(self._tokenizer, before)
         thinking, content = split_thinking(text, end)
         if not request.tools:
-            return Said(content, thinking, (), "")
+            return ChatAnswer(content, thinking, (), "")
         turn = self.parser()(text, end, request.tools)
         calls, malformed = turn.calls[: 1 if request.is_one_call else None], turn.malformed
         if len(calls) > 1 and self.bridge(request).one_call:
             malformed = "expected one call in a turn"
         if malformed or not calls:
-            return Said(content, thinking, (), malformed)
-        return Said(turn.content, thinking, calls, "")
+            return ChatAnswer(content, thinking, (), malformed)
+        return ChatAnswer(turn.content, thinking, calls, "")
 
     def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> tuple[int, bool]:
         """Return the number of ``ids`` to the end of the first text of ``stop``, and True if there is one."""

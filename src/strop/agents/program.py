@@ -59,12 +59,10 @@ def load_program(section: AgentConfig) -> Program | None:
     """Load the program that ``agent`` names; None if it names none.
 
     Raises ``ConfigError`` for a file or a name that is not there, a function that cannot be called by names
-    or pickled, both ``path`` and ``command``, and a missing package.
+    or pickled, and a missing package.
     """
     if not (section.path or section.command):
         return None
-    if section.path and section.command:
-        raise ConfigError("agent.path and agent.command are both set: a sample has one program")
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:

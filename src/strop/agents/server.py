@@ -1,6 +1,6 @@
 """The endpoint: chat completions over HTTP, in a thread of its own.
 
-A ``Desk`` answers the requests; this module reads and writes them as OpenAI's API has them. Refusals are
+A ``Handler`` answers the requests; this module reads and writes them as OpenAI's API has them. Refusals are
 final: the official client sends 408, 409, 429 and 5xx again, and others not at all.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 
-from strop.agents.chat import Refusal, Said
+from strop.agents.chat import ChatAnswer, Refusal
 from strop.errors import ConfigError, traceback_of
 from strop.hosts import HostNames
 
@@ -32,7 +32,7 @@ class Reply(NamedTuple):
     """An answer to a request."""
 
     name: str
-    said: Said
+    answer: ChatAnswer
     message: dict[str, Any]
     n_prompt: int
     n_answer: int
@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     """It has no stop token, and none of the request's stops."""
 
 
-class Desk(Protocol):
+class Handler(Protocol):
     """Answer requests; its methods are called in the server's thread."""
 
     async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
@@ -60,13 +60,13 @@ class Server:
     """A listening endpoint; ``url`` is its address."""
 
     def __init__(
-        self, desk: Desk, host: str, port: int, *, key_in_path: bool, token: str | None = None
+        self, handler: Handler, host: str, port: int, *, key_in_path: bool, token: str | None = None
     ) -> None:
         """Listen. ``key_in_path``: the key stands in /s/KEY/v1, else it is the bearer's token.
 
         ``token``: of requests that are answered; None: all are. Raises ``ConfigError`` for a taken address.
         """
-        self._desk, self._key_in_path, self._token = desk, key_in_path, token
+        self._handler, self._key_in_path, self._token = handler, key_in_path, token
         self._names = HostNames(host)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="strop-endpoint", daemon=True).start()
@@ -115,7 +115,8 @@ class Server:
         except Refusal as refusal:
             return _refused(refusal.status, str(refusal))
         names = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "strop"} for name in self._desk.models()
+            {"id": name, "object": "model", "created": 0, "owned_by": "strop"}
+            for name in self._handler.models()
         ]
         return web.json_response({"object": "list", "data": names})
 
@@ -125,7 +126,7 @@ class Server:
             body = await _body_of(request)
             sent = request.headers.get("x-stainless-retry-count", "")  # by OpenAI's clients
             retry, mark = int(sent) if sent.isdecimal() else None, request.headers.get("Idempotency-Key")
-            reply = await self._desk.answer(self._key(request), body, retry, mark)
+            reply = await self._handler.answer(self._key(request), body, retry, mark)
         except Refusal as refusal:
             return _refused(refusal.status, str(refusal))
         except asyncio.CancelledError:
@@ -174,7 +175,7 @@ def _refused(status: int, message: str) -> web.Response:
 def _reason(reply: Reply) -> str:
     if reply.is_cut:
         return "length"
-    return "tool_calls" if reply.said.calls else "stop"
+    return "tool_calls" if reply.answer.calls else "stop"
 
 
 def _head(body: dict[str, Any], reply: Reply, kind: str) -> dict[str, Any]:
@@ -193,9 +194,9 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 def _completion(body: dict[str, Any], reply: Reply) -> dict[str, Any]:
     message = {**reply.message}
-    if reply.said.thinking:
-        message["reasoning_content"] = reply.said.thinking
-    if reply.said.calls and not message["content"]:
+    if reply.answer.thinking:
+        message["reasoning_content"] = reply.answer.thinking
+    if reply.answer.calls and not message["content"]:
         message["content"] = None
     choice = {"index": 0, "message": message, "finish_reason": _reason(reply), "logprobs": None}
     return {**_head(body, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
@@ -206,8 +207,8 @@ async def _streamed(request: web.Request, body: dict[str, Any], reply: Reply) ->
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     pieces: list[dict[str, Any]] = [{"role": "assistant"}]
-    if reply.said.thinking:
-        pieces.append({"reasoning_content": reply.said.thinking})
+    if reply.answer.thinking:
+        pieces.append({"reasoning_content": reply.answer.thinking})
     if reply.message["content"]:
         pieces.append({"content": reply.message["content"]})
     for index, call in enumerate(reply.message.get("tool_calls", ())):

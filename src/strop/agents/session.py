@@ -1,4 +1,4 @@
-"""Sessions: what a program has asked and got, as nodes of a tree, and as one row of tokens.
+"""Sessions: the requests of a program and their answers, as nodes of a tree and as one row of tokens.
 
 A request continues the node whose messages are the longest beginning of its own: its context is that node's
 ids and the ids that the chat template writes after them. So no sampled token is decoded and tokenized again.
@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.agents.chat import Asked, ChatFormat, Refusal, Said, canonical, digest_of, split_thinking
+from strop.agents.chat import (
+    ChatAnswer,
+    ChatFormat,
+    ChatRequest,
+    Refusal,
+    canonical,
+    digest_of,
+    split_thinking,
+)
 from strop.algorithms import token_tree
 from strop.algorithms.token_tree import NOTHING, PROMPT, Row, row_of
 from strop.data.bridge import call_message
@@ -24,7 +32,7 @@ class Node:
     """A request with its answer, or as much as there is of it."""
 
     parent: Node | None
-    asked: Asked
+    request: ChatRequest
     inserted: list[int]
     """Ids after the parent's answer; of a node without a parent the whole context."""
     key: str
@@ -38,8 +46,8 @@ class Node:
     """The last id is a stop token."""
     is_cut: bool = False
     """A limit ended the answer: it has no stop token, and no text of the request's stops."""
-    said: Said | None = None
-    seen: tuple[str, ...] = ()
+    answer: ChatAnswer | None = None
+    history: tuple[str, ...] = ()
     """The request's messages and the answer, in canonical form; nothing before it is there."""
     n_claims: int = 1
     """Requests for it, retries included, whose clients wait or have got the answer."""
@@ -75,19 +83,19 @@ class Node:
         """Ids of the answer's calls: nine characters, which Mistral's template demands."""
         letters = "abcdefghijklmnopqrstuvwxyz0123456789"
         found = []
-        for place in range(len(self.said.calls) if self.said else 0):
+        for place in range(len(self.answer.calls) if self.answer else 0):
             digest = hashlib.blake2b(f"{self.key} {place}".encode(), digest_size=9).digest()
             found.append("".join(letters[byte % len(letters)] for byte in digest))
         return found
 
     def message(self) -> dict[str, Any]:
         """Return the answer as a message, with arguments as JSON."""
-        assert self.said is not None
-        pairs = zip(self.said.calls, self.call_ids, strict=True)
+        assert self.answer is not None
+        pairs = zip(self.answer.calls, self.call_ids, strict=True)
         calls = [call._replace(id=identity) for call, identity in pairs]
         if calls:
-            return call_message(calls, self.said.content, as_text=True)
-        return {"role": "assistant", "content": self.said.content}
+            return call_message(calls, self.answer.content, as_text=True)
+        return {"role": "assistant", "content": self.answer.content}
 
 
 class Session:
@@ -137,7 +145,7 @@ class Session:
         self._counts: Counter[str] = Counter()
         self.n_calls = self.n_replayed = self.n_abandoned = self.n_sampled = self.n_dropped = 0
 
-    def ask(self, asked: Asked) -> Node:
+    def submit(self, request: ChatRequest) -> Node:
         """Return the node of a request: answered, if its answer is recorded, else open.
 
         Raises ``Refusal`` if the session has ended, for parameters of sampling that are not the run's, what
@@ -145,7 +153,7 @@ class Session:
         """
         if self.ended_by:
             raise Refusal(403, "the session has ended")
-        for name, value in asked.sampling.items():
+        for name, value in request.sampling.items():
             if value not in (self._sampling[name], 1.0):
                 raise Refusal(
                     400, f"{name}={value:g}: the run samples with {self._sampling[name]:g}; leave it out"
@@ -153,22 +161,22 @@ class Session:
         if self.n_calls >= self._max_calls:
             self.refused_by = "turns"
             raise Refusal(400, f"the session has had its agent.max_calls={self._max_calls} answers")
-        parent = self._parent_of(asked)
-        if asked.tools:
-            self._form.bridge(asked)
+        parent = self._parent_of(request)
+        if request.tools:
+            self._form.bridge(request)
             self._form.parser()
         if parent is None:
-            inserted = context = self._form.prompt(asked)
+            inserted = context = self._form.prompt(request)
         else:
-            inserted = self._form.following(asked, len(parent.seen), is_stopped=parent.is_stopped)
+            inserted = self._form.following(request, len(parent.history), is_stopped=parent.is_stopped)
             context = [*parent.context, *parent.ids, *inserted]
-            asked = asked.after(parent.asked, parent.seen)
+            request = request.after(parent.request, parent.history)
         self._require_room(parent, inserted)
         digest = digest_of(context)
         number = self._counts[digest]
         self._counts[digest] += 1
-        key = digest_of(digest, number, asked.max_tokens, asked.stop, asked.shown)
-        node = Node(parent, asked, inserted, key, self._seed_of(asked, context, number))
+        key = digest_of(digest, number, request.max_tokens, request.stop, request.shown)
+        node = Node(parent, request, inserted, key, self._seed_of(request, context, number))
         self.n_calls += 1
         self.is_overlapping |= bool(self.open)
         known = self.recorded.get(key)
@@ -184,26 +192,26 @@ class Session:
             self.answer(node)
         return node
 
-    def _parent_of(self, asked: Asked) -> Node | None:
+    def _parent_of(self, request: ChatRequest) -> Node | None:
         """Return the node whose messages are the longest beginning; of equals never the one by arrival."""
         fitting = [
             node
             for node in self.nodes
-            if len(node.seen) < len(asked.seen)
-            and asked.seen[: len(node.seen)] == node.seen
-            and node.asked.shown == asked.shown
+            if len(node.history) < len(request.history)
+            and request.history[: len(node.history)] == node.history
+            and node.request.shown == request.shown
         ]
         if not fitting:
             return None
 
         def rank(node: Node) -> tuple[int, bool, bool, list[int]]:
-            sent = asked.messages[len(node.seen) - 1]
+            sent = request.messages[len(node.history) - 1]
             ids = [call["id"] for call in sent.get("tool_calls", ())]
-            assert node.said is not None
+            assert node.answer is not None
             thoughts = {sent.get(name) for name in ("reasoning_content", "reasoning", "thinking")}
             thoughts |= {split_thinking(sent["content"])[0]} - {""}
             has_ids = bool(ids) and ids == node.call_ids
-            return len(node.seen), has_ids, node.said.thinking in thoughts, [-i for i in _order(node)]
+            return len(node.history), has_ids, node.answer.thinking in thoughts, [-i for i in _order(node)]
 
         return max(fitting, key=rank)
 
@@ -219,11 +227,11 @@ class Session:
                 f"data.max_prompt_length={self._widest} needs none of them)",
             )
 
-    def _seed_of(self, asked: Asked, context: Sequence[int], number: int) -> int | None:
+    def _seed_of(self, request: ChatRequest, context: Sequence[int], number: int) -> int | None:
         """Return the seed of an answer: a function of the sample's seed and of the context alone."""
         if self._seed is None:
             return None
-        shown = tuple(map(canonical, self._form.how.messages(asked.messages)))
+        shown = tuple(map(canonical, self._form.how.messages(request.messages)))
         if number == 0 and shown == self._prompt:
             return self._seed
         text = ",".join(map(str, (self._seed, *context))) + (f";{number}" if number else "")
@@ -243,19 +251,19 @@ class Session:
         left, found = self._room - self.size([*self.nodes, *self.open]), []
         for number, node in enumerate(nodes):
             most = left // len(nodes) + (number < left % len(nodes)) + len(node.ids)
-            found.append(min(most, node.asked.max_tokens or most))
+            found.append(min(most, node.request.max_tokens or most))
         return found
 
     def answer(self, node: Node) -> None:
         """Make an open node, whose ids are complete, an answered one."""
-        count, has_stop = self._form.cut_at_stop(node.ids, node.asked.stop)
+        count, has_stop = self._form.cut_at_stop(node.ids, node.request.stop)
         node.is_cut = not (node.is_stopped or has_stop)
         if count < len(node.ids):
             node.is_stopped = False
             self.n_dropped += len(node.ids) - count
             del node.ids[count:], node.log_probs[count:], node.versions[count:]
-        node.said = self._form.read(node.asked, node.context, node.ids)
-        node.seen = (*node.asked.seen, canonical(node.message()))
+        node.answer = self._form.read(node.request, node.context, node.ids)
+        node.history = (*node.request.history, canonical(node.message()))
         self.open.remove(node)
         self.nodes.append(node)
 
@@ -270,10 +278,10 @@ class Session:
         self.nodes, self.open = kept, []
 
     def unused(self) -> bool:
-        """Return True if the program has not asked again for an answer that it had got."""
-        asked = {node.key for node in self.nodes}
+        """Return True if the program has not requested an answer again that it had got."""
+        keys = {node.key for node in self.nodes}
         return any(
-            known["is_complete"] and known["is_claimed"] and key not in asked
+            known["is_complete"] and known["is_claimed"] and key not in keys
             for key, known in self.recorded.items()
         )
 
@@ -329,7 +337,7 @@ class Session:
                     "log_probs": list(node.log_probs),
                     "versions": list(node.versions),
                     "is_stopped": node.is_stopped,
-                    "is_complete": node.said is not None,
+                    "is_complete": node.answer is not None,
                     "is_claimed": node.is_claimed,
                 }
         return {"prompt": self.prompt_ids, "answers": answers}

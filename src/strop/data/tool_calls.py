@@ -13,12 +13,13 @@ import contextlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strop.data.bridge import Call, call_message
 from strop.errors import ConfigError, ModelError
 
+_SEEN_BEFORE = 8  # tokens
 _START = "\0"
 """Stands for the beginning of a turn; no text has it."""
 
@@ -231,6 +232,17 @@ def _calling(function: Callable[[str], Any]) -> Parser:
         return _checked(text, "" if found else text, found, tools)
 
     return parse
+
+
+def text_of_turn(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:
+    """Return the text of a turn, without its stop token."""
+    own = ids[:-1] if ids and ids[-1] in stop_ids else ids
+    return tokenizer.decode(own, skip_special_tokens=False)
+
+
+def text_before(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text before a turn as far as its parser sees it: what the generation prompt has opened."""
+    return tokenizer.decode(ids[-_SEEN_BEFORE:], skip_special_tokens=False)
 
 
 def opens_thinking(prompt_end: str) -> bool:

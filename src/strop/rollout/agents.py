@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from strop.agents.chat import Asked, ChatFormat, Refusal, asked, canonical, digest_of
+from strop.agents.chat import ChatFormat, ChatRequest, Refusal, canonical, digest_of, read_request
 from strop.agents.program import Outcome, Started
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node, Session
@@ -121,7 +121,7 @@ class AgentRollout:
         self._changed = threading.Condition()
         self._warned: set[str] = set()
         port = config.agent.port and config.agent.port + spec.rank
-        self._server = Server(_Desk(self), config.agent.host, port, key_in_path=True)
+        self._server = Server(_Handler(self), config.agent.host, port, key_in_path=True)
         weakref.finalize(self, self._server.close, wait=False)
 
     def close(self) -> None:
@@ -333,32 +333,32 @@ class AgentRollout:
             self._warned.add(what)
             logger.warning("agent: %s, for the first time: %s", what, printable(found))
 
-    def ask(
-        self, key: str, request: Asked, mark: str, is_retry: bool
+    def submit(
+        self, key: str, request: ChatRequest, mark: str, is_retry: bool
     ) -> tuple[_Play, Node, asyncio.Future[Node] | None]:
         """Return the node of a request, and what sets its answer; one that is sent again is not another one.
 
-        Raises ``Refusal`` for an unknown session, and as ``Session.ask`` does. In the server's thread.
+        Raises ``Refusal`` for an unknown session, and as ``Session.submit`` does. In the server's thread.
         """
         with self._changed:
             play = self._plays.get(key)
             if play is None:
                 raise Refusal(404, "there is no session of this key")
-            asked_before = play.bodies.setdefault(mark, [])
+            sent_before = play.bodies.setdefault(mark, [])
             # an equal request after one whose client is gone is its retry, marked or not
-            left = next((one for one in asked_before if not one.is_claimed), None)
-            if left is None and is_retry and asked_before:
-                left = asked_before[-1]
+            left = next((one for one in sent_before if not one.is_claimed), None)
+            if left is None and is_retry and sent_before:
+                left = sent_before[-1]
             if left is not None and not play.session.ended_by:
                 node = left
                 node.n_claims += 1
             elif play.state == "waiting":
                 raise Refusal(403, "the program is started again")
             else:
-                node = play.session.ask(request)
-                asked_before.append(node)
+                node = play.session.submit(request)
+                sent_before.append(node)
             play.look(time.monotonic())
-            if node.said is None and node not in play.futures:
+            if node.answer is None and node not in play.futures:
                 play.futures[node] = self._server.loop.create_future()
             self._changed.notify_all()
             return play, node, play.futures.get(node)
@@ -411,31 +411,31 @@ class AgentRollout:
         return found.union(DataProto(more, {"conversation": texts})).union(self._engine.columns_of(batch))
 
 
-class _Desk:
+class _Handler:
     """The endpoint's side of a rollout."""
 
     def __init__(self, rollout: AgentRollout) -> None:
         self._rollout = weakref.ref(rollout)
 
     def models(self) -> Sequence[str]:
-        """See ``Desk.models``."""
+        """See ``Handler.models``."""
         return ["policy"]
 
     async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
-        """See ``Desk.answer``."""
-        rollout, request = self._rollout(), asked(body)
+        """See ``Handler.answer``."""
+        rollout, request = self._rollout(), read_request(body)
         if rollout is None:
             raise Refusal(403, "the run has ended")
         name = digest_of(body) + (mark or "")
-        play, node, future = rollout.ask(key, request, name, bool(retry) or mark is not None)
+        play, node, future = rollout.submit(key, request, name, bool(retry) or mark is not None)
         if future is not None:
             try:
                 await asyncio.shield(future)
             except asyncio.CancelledError:
                 rollout.leave(play, node, may_retry=retry is not None)
                 raise
-        assert node.said is not None
-        return Reply(node.key, node.said, node.message(), len(node.context), len(node.ids), node.is_cut)
+        assert node.answer is not None
+        return Reply(node.key, node.answer, node.message(), len(node.context), len(node.ids), node.is_cut)
 
 
 @dataclass
@@ -545,11 +545,11 @@ def _samples(sessions: Sequence[Session], rows: Sequence[Row], T: int, pad_id: i
 def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> dict[str, Tensor]:
     """Return numbers of each session as columns."""
     nodes = [[] if one.ended_by == "error" else one.ordered for one in sessions]
-    said = [[node.said for node in own if node.said] for own in nodes]
+    answers = [[node.answer for node in own if node.answer] for own in nodes]
     counts = {
         "n_turns": [len(own) for own in nodes],
-        "n_calls": [sum(len(one.calls) for one in own) for own in said],
-        "n_malformed": [sum(bool(one.malformed) for one in own) for own in said],
+        "n_calls": [sum(len(one.calls) for one in own) for own in answers],
+        "n_malformed": [sum(bool(one.malformed) for one in own) for own in answers],
         "n_errors": [int(one.ended_by == "error") for one in sessions],
         "n_other_stop": [0] * len(sessions),
         "n_branches": [_branches(row) for row in rows],
@@ -560,7 +560,7 @@ def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> d
     found = {name: torch.tensor(values, dtype=torch.int16) for name, values in counts.items()}
     found["ended_by"] = torch.tensor([ENDED_BY.index(one.ended_by) for one in sessions], dtype=torch.int8)
     last = [own[-1] if own else None for own in nodes]
-    cut = [bool(node) and node.is_cut and node.asked.max_tokens == len(node.ids) for node in last]
+    cut = [bool(node) and node.is_cut and node.request.max_tokens == len(node.ids) for node in last]
     return {**found, "turn_cut": torch.tensor(cut), "agent_waiting": torch.full((len(sessions),), share)}
 
 
@@ -588,12 +588,12 @@ def _conversation(form: ChatFormat, play: _Play) -> str:
     turns, messages = [], []
     ordered = session.ordered
     for node in ordered:
-        assert node.said is not None
-        calls = [{"name": call.name, "arguments": call.arguments} for call in node.said.calls]
+        assert node.answer is not None
+        calls = [{"name": call.name, "arguments": call.arguments} for call in node.answer.calls]
         after = next((other for other in ordered if other.parent is node), None)
-        answers = after.asked.messages[len(node.seen) :] if after else []
+        answers = after.request.messages[len(node.history) :] if after else []
         turns.append({"text": form.plain(node.ids), "calls": calls, "answers": answers})
-        messages = [*node.asked.messages, node.message()]
+        messages = [*node.request.messages, node.message()]
     found: dict[str, Any] = {"turns": turns, "messages": messages}
     if (text := outcome.get("response")) is not None:
         found["response"] = text

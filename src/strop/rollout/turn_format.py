@@ -13,7 +13,7 @@ import numpy as np
 from strop.data.bridge import Bridge, Call
 from strop.data.prompts import PromptError, PromptFormat, encode_prompts
 from strop.data.rl_dataset import truncate
-from strop.data.tool_calls import Turn, find_parser
+from strop.data.tool_calls import Turn, find_parser, text_before, text_of_turn
 from strop.environments.loading import Environments, load_object
 from strop.errors import DataError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from strop.config.schema import Config
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-_BEFORE = 8
-"""Tokens before a turn from which its parser sees what the generation prompt has opened."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools."""
 
@@ -82,16 +80,14 @@ class TurnFormat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a turn, without its stop token."""
-        said = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
-        return self._tokenizer.decode(said, skip_special_tokens=False)
+        return text_of_turn(self._tokenizer, ids, self._stop_ids)
 
     def read(self, ids: Sequence[int], before: Sequence[int], tools: Tools, bridge: Bridge) -> Turn:
         """Return the turn of sampled ids that follow the ids ``before``."""
         text = self.text(ids)
         if self._parser is None or not tools:
             return Turn(text, content=text)
-        end = self._tokenizer.decode(before[-_BEFORE:], skip_special_tokens=False)
-        turn = self._parser(text, end, tools)
+        turn = self._parser(text, text_before(self._tokenizer, before), tools)
         if len(turn.calls) > 1 and bridge.one_call:
             return turn._replace(calls=(), malformed="expected one call in a turn")
         return turn

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.agents.chat import ChatFormat, Refusal, asked
+from strop.agents.chat import ChatFormat, Refusal, read_request
 from strop.agents.program import load_program
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
@@ -345,7 +345,7 @@ def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
     """Return how an agent's messages are written; ``ModelError`` if the template shows no answers."""
     form = ChatFormat(config, tokenizer, _end_ids(config, tokenizer), config.agent.parser)
     try:
-        form.bridge(asked({"messages": [{"role": "user", "content": "Hi"}]}))
+        form.bridge(read_request({"messages": [{"role": "user", "content": "Hi"}]}))
     except Refusal as refusal:
         raise ModelError(str(refusal)) from refusal
     return form

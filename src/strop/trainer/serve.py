@@ -1,6 +1,6 @@
 """``strop serve``: chat completions of a model, without sessions: each request has its whole history.
 
-What is asked is sampled together, a few tokens at a time: between two slices, requests that have arrived
+Requests are sampled together, a few tokens at a time: between two slices, requests that have arrived
 join, and those leave that are complete, or whose client is gone.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Never
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from strop.agents.chat import ChatFormat, Refusal, asked
+from strop.agents.chat import ChatFormat, Refusal, read_request
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node
 from strop.config.placement import rollout_in_words
@@ -55,7 +55,7 @@ class _Chat:
 
     def take(self, form: ChatFormat, ids: list[int], *, is_stopped: bool) -> bool:
         """Take what is sampled; return True if it is the whole answer."""
-        node, stops = self.node, self.node.asked.stop
+        node, stops = self.node, self.node.request.stop
         node.ids, node.is_stopped = ids, is_stopped
         count, has_stop = form.cut_at_stop(node.ids, stops)
         del node.ids[count:]
@@ -76,7 +76,7 @@ class _Chat:
         self.done.get_loop().call_soon_threadsafe(settle)
 
 
-class _Desk:
+class _Handler:
     """Requests of clients, for the thread that samples."""
 
     def __init__(self, name: str, form: ChatFormat, params: SamplingParams) -> None:
@@ -84,12 +84,12 @@ class _Desk:
         self._arrived = queue.SimpleQueue[_Chat]()
 
     def models(self) -> Sequence[str]:
-        """See ``Desk.models``."""
+        """See ``Handler.models``."""
         return [self._name]
 
     async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
-        """See ``Desk.answer``."""
-        request = asked(body, seeded=True)
+        """See ``Handler.answer``."""
+        request = read_request(body, seeded=True)
         temperature = request.sampling.get("temperature", self._params.temperature)
         top_p, seed = request.sampling.get("top_p", self._params.top_p), body.get("seed")
         if not (0 <= temperature <= 2 and 0 < top_p <= 1):
@@ -109,8 +109,8 @@ class _Desk:
         chat = _Chat(node, params, limit, asyncio.get_running_loop().create_future())
         self._arrived.put(chat)
         await chat.done
-        node.said = self._form.read(request, ids, node.ids)
-        return Reply(node.key, node.said, node.message(), len(ids), len(node.ids), node.is_cut)
+        node.answer = self._form.read(request, ids, node.ids)
+        return Reply(node.key, node.answer, node.message(), len(ids), len(node.ids), node.is_cut)
 
     def arrivals(self, *, wait: bool) -> list[_Chat]:
         """Return the requests that have arrived; ``wait`` for one, and for those right after it."""
@@ -191,9 +191,9 @@ def serving(
     params = SamplingParams.from_config(config.actor_rollout_ref.rollout, validate=True)
     form = ChatFormat(config, tokenizer, engine.eos_token_ids, config.agent.parser)
     name = Path(model.lora_adapter_path or model.path).name
-    desk = _Desk(name, form, replace(params, max_tokens=length, n=1))
-    server = Server(desk, host, port, key_in_path=False, token=token)
+    handler = _Handler(name, form, replace(params, max_tokens=length, n=1))
+    server = Server(handler, host, port, key_in_path=False, token=token)
     try:
-        yield f"{server.url}/v1", partial(desk.serve, engine)
+        yield f"{server.url}/v1", partial(handler.serve, engine)
     finally:
         server.close()

@@ -237,7 +237,7 @@ class _Row(NamedTuple):
 
     @property
     def name(self) -> Hashable:
-        """What tells the sample from others, from one call to the next."""
+        """The name of the sample, from one call to the next."""
         return self.batch.names[self.sample] if self.batch.names else (self.batch, self.sample)
 
 
