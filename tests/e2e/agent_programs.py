@@ -79,4 +79,6 @@ def of_program(options: list[str], inputs: Path, program: str) -> list[str]:
         "openai": f"agent.path={inputs / 'agent.py'}:run",
         "curl": f"agent.command='sh {inputs / 'agent.sh'}'",
     }
+    # all at the same time, as episodes are: with async_steps it decides how far those of later batches get
+    kept += ["agent.concurrency=512"]
     return [*kept, agent[program], f"agent.parser={inputs / 'late.py'}:calls", "agent.max_calls=3"]
