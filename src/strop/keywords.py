@@ -811,7 +811,7 @@ class TrainAgent(TypedDict, total=False):
     parser: str
     """Notation of tool calls: auto (as the chat template writes them), a name, or file.py:function."""
     concurrency: int | None
-    """Programs that run at the same time on each rank; null: all, for a command 4 for each core."""
+    """Programs that run at the same time on each rank; null: all, of a command 16."""
     lockstep: bool
     """Sample once every running program waits for an answer: equal log-probs whatever their delays."""
     max_calls: int

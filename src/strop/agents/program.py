@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import pickle
 import queue
 import sys
@@ -104,6 +103,10 @@ class Started(NamedTuple):
         return True
 
 
+COMMANDS_AT_ONCE = 16
+"""Not of the cores: with ``trainer.async_steps`` above 1 another number gives other weights."""
+
+
 class ProgramPool:
     """Run programs in killable processes."""
 
@@ -114,7 +117,7 @@ class ProgramPool:
         self._processes = [_Process(setup, limit) for _ in range(settings.processes)]
         self.concurrency: int | None = settings.concurrency
         if program.command and self.concurrency is None:
-            self.concurrency = 4 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 8
+            self.concurrency = COMMANDS_AT_ONCE
         for process in self._processes:
             # a rollout that is dropped, as at the end of ``strop.train``, leaves no process behind
             weakref.finalize(self, process.close).atexit = False

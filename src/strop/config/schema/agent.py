@@ -37,7 +37,7 @@ class AgentConfig(Section, resumes=SAME):
     parser: Annotated[Text, UNUSED]
     """Notation of tool calls: auto (as the chat template writes them), a name, or file.py:function."""
     concurrency: Annotated[PositiveInt | None, MAY_CHANGE, UNUSED]
-    """Programs that run at the same time on each rank; null: all, for a command 4 for each core."""
+    """Programs that run at the same time on each rank; null: all, of a command 16."""
     lockstep: Annotated[bool, UNUSED]
     """Sample once every running program waits for an answer: equal log-probs whatever their delays."""
     max_calls: Annotated[PositiveInt, UNUSED]
