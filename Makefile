@@ -13,7 +13,7 @@ TODAY := $(shell date +%F)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo tool-demo agent-demo preferences test test-all check format bench gpu families docs dist clean
+.PHONY: demo tool-demo agent-demo distill-demo preferences test test-all check format bench gpu families docs dist clean
 
 demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after; ASYNC=1: generate while it learns
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --async-steps $(ASYNC) --out $(DEMO_DIR)
@@ -23,6 +23,9 @@ tool-demo: .venv/core  ## teach a tiny model to use a tool; show accuracy before
 
 agent-demo: .venv/agents  ## train an agent with a loop of its own; show accuracy before, after, and with its tool off
 	$(BIN)/python examples/agent_demo.py --seed $(SEED)
+
+distill-demo: .venv/core  ## a student learns from the model of make demo; beside GRPO and sft at equal samples
+	$(BIN)/python examples/distill_demo.py --demo $(DEMO_DIR)
 
 preferences: .venv/core  ## SFT, reward model and PPO from comparisons, evaluated by a known ground truth
 	$(BIN)/python examples/preferences.py --seed $(SEED)
