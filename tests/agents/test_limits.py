@@ -222,7 +222,7 @@ def test_the_sessions_beside_one_that_ends_its_process_do_not_run_one_by_one():
     starts = [play.starts for play in batch.plays]
     assert (starts[21], max(starts[::2])) == (6, 2)
     groups = {(count, place % 2 ** (count - 1)) for place, count in enumerate(starts)}
-    assert len(groups) <= 7  # these run one after the other
+    assert len(groups) <= 11  # these run one after the other: the first, and two halves of each other start
 
 
 async def _blocks_its_loop(base_url, number):
