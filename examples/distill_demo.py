@@ -124,8 +124,8 @@ def main() -> None:
     title = f"held-out accuracy, sampled; means of seeds {', '.join(map(str, options.seeds))}"
     table = Table("samples", title=title)
     for part in range(PARTS + 1):
-        table.add_column(f"{part * options.steps // PARTS * SAMPLES:,}", justify="right")
-    for column in ("lowest", "highest", "seconds"):
+        table.add_column(f"{part * options.steps // PARTS * SAMPLES / 1000:.0f}k", justify="right")
+    for column in ("min", "max", "s"):
         table.add_column(column, justify="right")
     for name, runs in found.items():
         means = [f"{mean(values):.3f}" for values in zip(*(scores for scores, _ in runs), strict=True)]

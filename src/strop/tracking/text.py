@@ -44,6 +44,7 @@ HEADLINES = (
     # Reinforcement learning.
     Headline("reward", REWARD, "reward"),
     Headline("kl to reference", "critic/kl", "kl"),
+    Headline("kl to teacher", "teacher/kl", "teacher kl"),
     Headline("kl of update", _UPDATE_KL, "update kl", of_ratios=True),
     Headline("response length", "response_length/mean", "len"),
     Headline("cut at the limit", "response_length/clip_ratio"),
