@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -69,7 +70,13 @@ def make_task(out: Path, seed: int) -> int:
     return len(rows)
 
 
-def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
+def exports(run: Path) -> list[Path]:
+    """Return the exported models of a run's checkpoints, oldest first."""
+    steps = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    return [step / "actor" / "huggingface" for step in steps]
+
+
+def warm_up(model: Path, data: Path, run: Path, *, seed: int, overrides: Sequence[str] = ()) -> list[Path]:
     """Run `strop sft --config-path examples/warm_up.yaml ...`; return its exported models, oldest first."""
     config = load_tree(
         SFT,
@@ -79,13 +86,13 @@ def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
             f"data.cache_dir={run.parent / 'cache'}",
             f"trainer.default_local_dir={run}",
             f"trainer.seed={seed}",
+            *overrides,
         ],
         config_path=HERE / "warm_up.yaml",
     )
     with session("sft"):
         commands.train(config)
-    steps = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
-    return [step / "actor" / "huggingface" for step in steps]
+    return exports(run)
 
 
 def first_right(models: list[Path], problems: list[dict]) -> tuple[Path, Accuracy]:

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from strop.config.load import load_config, load_tree
-from strop.config.trees import SFT
+from strop.config.load import load_config
 from strop.models.loader import load_causal_lm, load_tokenizer
 from strop.session import session
 from strop.trainer import commands
 
+from demo import exports, warm_up
 from evaluate import evaluate
 
 HERE = Path(__file__).parent
@@ -57,27 +57,6 @@ def train(run: Path, overrides: Sequence[str]) -> list[float]:
     return [line[SCORE] for line in lines if SCORE in line]
 
 
-def fine_tune(run: Path, start: Path, data: Path, overrides: Sequence[str], steps: int) -> list[Path]:
-    """Fine-tune on right answers; return the exported models, oldest first."""
-    config = load_tree(
-        SFT,
-        [
-            f"model.path={start}",
-            f"data.train_files={data / 'answers.parquet'}",
-            f"data.train_batch_size={SAMPLES}",
-            f"trainer.default_local_dir={run}",
-            f"trainer.total_training_steps={steps}",
-            f"trainer.save_freq={steps // PARTS}",
-            *overrides,
-        ],
-        config_path=HERE / "warm_up.yaml",
-    )
-    with session("sft"):
-        commands.train(config)
-    folders = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
-    return [folder / "actor" / "huggingface" for folder in folders]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="folder of `make demo`")
@@ -87,13 +66,12 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable_progress_bar()  # transformers draws one even for half a megabyte
     torch.set_num_threads(1)  # a model this small is no faster with more threads
-    teachers = sorted(options.demo.glob("*/final_model"))
+    teachers = sorted(options.demo.glob("*-seed*/final_model"))
     if not teachers:
-        parser.error(f"{options.demo} has no */final_model; train the teacher first: make demo")
+        parser.error(f"{options.demo} has no *-seed*/final_model; train the teacher first: make demo")
     teacher, data = teachers[0], options.demo / "data"
     problems = pq.read_table(data / "test.parquet").to_pylist()
-    saved = sorted((options.demo / "warm_up").glob("global_step_*"), key=lambda one: int(one.name[12:]))
-    start = saved[0] / "actor" / "huggingface"
+    start = exports(options.demo / "warm_up")[0]
     console.print(
         f"teacher {teacher}: {evaluate(load_causal_lm(teacher), load_tokenizer(teacher), problems)}"
     )
@@ -114,8 +92,12 @@ def main() -> None:
             scores = train(options.out / f"{name}-seed{seed}", [*common, *overrides])
             found.setdefault(name, []).append((scores, time.perf_counter() - began))
         began = time.perf_counter()
-        run = options.out / f"sft-seed{seed}"
-        models = fine_tune(run, start, data, [f"trainer.seed={seed}"], options.steps)
+        right = [
+            f"data.train_batch_size={SAMPLES}",
+            f"trainer.total_training_steps={options.steps}",
+            f"trainer.save_freq={options.steps // PARTS}",
+        ]
+        models = warm_up(start, data, options.out / f"sft-seed{seed}", seed=seed, overrides=right)
         seconds = time.perf_counter() - began
         tokenizer = load_tokenizer(start)
         scores = [evaluate(load_causal_lm(one), tokenizer, problems).sampled for one in (start, *models)]

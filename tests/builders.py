@@ -51,3 +51,15 @@ def write_prompts(path: Path, n_rows: int, *, data_source: str = "strop/arithmet
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
+
+
+def one_row(**columns: torch.Tensor) -> DataProto:
+    """Return a row of two prompt and two response tokens, with further ``columns``."""
+    row = {
+        "input_ids": torch.tensor([[5, 6, 7, 8]]),
+        "attention_mask": torch.ones(1, 4, dtype=torch.long),
+        "position_ids": torch.arange(4)[None],
+        "responses": torch.tensor([[7, 8]]),
+        "response_mask": torch.ones(1, 2),
+    }
+    return DataProto(row | columns)

@@ -34,6 +34,7 @@ from strop.workers.losses import actor_objective
 
 import runs
 import tiny_model
+from builders import one_row
 
 FOLDER = Path(os.environ.get("STROP_CASES", Path(__file__).parents[2] / "../shared/cases")) / "reported"
 NAMES = [f"d{number:02}" for number in range(1, 19) if number != 12]  # d12: a teacher with another prompt
@@ -223,20 +224,9 @@ def _(given, right, folder):
     module, seen = worker.engine.module, []
     inference = worker.engine.infer
     worker.engine.infer = lambda *args, **options: seen.append(inference(*args, **options)) or seen[-1]
-    batch = DataProto(
-        {
-            "input_ids": torch.tensor([[5, 6, 7, 8]]),
-            "attention_mask": torch.ones(1, 4, dtype=torch.long),
-            "position_ids": torch.arange(4)[None],
-            "responses": torch.tensor([[7, 8]]),
-            "response_mask": torch.ones(1, 2),
-            "advantages": torch.zeros(1, 2),
-        },
-        meta_info={
-            **{"n_tokens": 2.0, "n_seqs": 1.0, "iteration": 0},
-            **{"total_iterations": 1, "first_update": 0},
-        },
-    )
+    batch = one_row(advantages=torch.zeros(1, 2))
+    batch.meta_info |= {"n_tokens": 2.0, "n_seqs": 1.0, "iteration": 0}
+    batch.meta_info |= {"total_iterations": 1, "first_update": 0}
     first, second = worker.compute_teacher(batch), worker.compute_teacher(batch)
     assert torch.equal(first.batch["teacher_log_prob"], second.batch["teacher_log_prob"])
     assert not any(column.requires_grad for column in first.batch.values())

@@ -7,7 +7,6 @@ import re
 import string
 from pathlib import Path
 
-import demo
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +23,7 @@ from strop.config.trees import PPO
 from strop.errors import ConfigError
 from strop.trainer.commands import fitted
 
+import demo
 import tiny_model
 from builders import write_prompts
 from messages import mentions

@@ -17,11 +17,11 @@ from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
 from strop.config.trees import PPO
 from strop.errors import ConfigError, StropError
-from strop.protocol import DataProto
 from strop.trainer.build import build_trainer
 
 import runs
 import tiny_model
+from builders import one_row
 from killing import kill
 
 needs_peft = pytest.mark.skipif(
@@ -184,15 +184,7 @@ def test_the_policy_with_its_adapters_off_teaches_nothing_at_first(inputs, tmp_p
     trainer = runs.train(options(inputs, tmp_path, *lora, noise))
     assert "teacher" not in trainer.groups
     worker = trainer.actor.worker
-    batch = DataProto(
-        {
-            "input_ids": torch.tensor([[5, 6, 7, 8]]),
-            "attention_mask": torch.ones(1, 4, dtype=torch.long),
-            "position_ids": torch.arange(4)[None],
-            "responses": torch.tensor([[7, 8]]),
-            "response_mask": torch.ones(1, 2),
-        }
-    )
+    batch = one_row()
     first, second = worker.compute_teacher(batch), worker.compute_teacher(batch)
     assert all(torch.equal(first.batch[name], second.batch[name]) for name in first.batch)
     own = worker.compute_log_prob(batch).batch["old_log_probs"]

@@ -19,8 +19,6 @@ from torch.autograd.function import once_differentiable
 from strop.algorithms.output_layer import Blocks, OutputLayer, differentiate, product_dtype
 from strop.algorithms.output_sums import LOWEST, VANISHES
 
-DIVERGENCES = ("reverse", "forward", "js")
-
 _FORBIDDEN = -1e4
 """Stands for a logit of -inf: its exp is 0, and differences are finite."""
 
@@ -55,7 +53,7 @@ def cut(layer: OutputLayer, words: int) -> OutputLayer:
 
 
 class Compared(NamedTuple):
-    """Of N tokens, float32."""
+    """Figures of N tokens, float32."""
 
     divergence_N: Tensor
     agrees_N: Tensor
@@ -139,7 +137,7 @@ class _Sum:
 
 
 class _Gradient(NamedTuple):
-    """What the gradient of a divergence needs, per token."""
+    """Figures of each token that the gradient of a divergence needs."""
 
     log_sum_N: Tensor
     teacher_log_sum_N: Tensor
