@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.config.schema import Config
 from strop.data.loader import EpochSampler, PromptLoader, SampledBatches, collate, lacks_for_resume, one_pass
-from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts, pictures_digest
 from strop.data.sources import Rows, sources
 from strop.errors import Attempts, ConfigError, DataError
 from strop.protocol import DataProto
@@ -53,7 +53,11 @@ def build_loaders(
         batches: Any
         if train_sampler is None:
             batches = EpochSampler(
-                len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle
+                len(train_dataset),
+                data.train_batch_size,
+                config.trainer.seed,
+                data.shuffle,
+                pictures=pictures_digest(train_dataset),
             )
         else:
             batches = SampledBatches(train_sampler, data.train_batch_size)

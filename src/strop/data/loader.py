@@ -22,7 +22,8 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
 
     Tensors, all int64 [B, P]: ``input_ids``, ``attention_mask`` and ``position_ids`` = clip(cumsum(mask) -
     1, 0). Prompts end at column P in every row, so that generation continues there; P does not depend
-    on the batch. All other fields become object columns [B].
+    on the batch. ``images`` int64 [B, I], of rows that may have pictures. All other fields become object
+    columns [B].
 
     Raises :class:`DataError` when a prompt is longer than P, or when the rows have different fields.
     """
@@ -48,9 +49,13 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
             "input_ids": input_ids_BP,
             "attention_mask": attention_mask_BP,
             "position_ids": (attention_mask_BP.cumsum(dim=-1) - 1).clamp(min=0),
+            **{name: torch.stack([row[name] for row in rows]) for name in names & {"images"}},
         },
-        non_tensors={name: [row[name] for row in rows] for name in names if name != "input_ids"},
+        non_tensors={name: [row[name] for row in rows] for name in names if name not in _TENSORS},
     )
+
+
+_TENSORS = ("input_ids", "images")
 
 
 class EpochSampler:
@@ -60,13 +65,20 @@ class EpochSampler:
     batch: after the last batch of an epoch they are (epoch + 1, 0). All iterators over one sampler share this
     state. ``len()`` is the number of batches per epoch; rows that fill no batch are left out, or, with
     ``keep_rest``, are a last, smaller one. The order is a function of (seed, epoch), so a resume needs no
-    generator state.
+    generator state. ``pictures``: a digest of the rows' pictures, which may not change before a resume.
 
     Raises :class:`DataError` when the data does not fill one batch.
     """
 
     def __init__(
-        self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True, *, keep_rest: bool = False
+        self,
+        num_rows: int,
+        batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        keep_rest: bool = False,
+        pictures: str | None = None,
     ) -> None:
         if num_rows < batch_size:
             raise DataError(
@@ -74,6 +86,7 @@ class EpochSampler:
                 "lower data.train_batch_size or add data"
             )
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
+        self.pictures = pictures
         self._count = -(-num_rows // batch_size) if keep_rest else num_rows // batch_size
         self.epoch = 0
         self.position = 0
@@ -112,7 +125,8 @@ class EpochSampler:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _identity(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("num_rows", "batch_size", "seed", "shuffle")}
+        known = {name: vars(self)[name] for name in ("num_rows", "batch_size", "seed", "shuffle")}
+        return known | ({} if self.pictures is None else {"pictures": self.pictures})
 
     def _epoch_order(self) -> np.ndarray:
         if not self.shuffle:

@@ -36,7 +36,9 @@ def outline(config: RootConfig, rows: Sequence[Rows] = ()) -> Outline:
     names = {
         key.removesuffix("_key"): column
         for key, column in data
-        if key.endswith("_key") and key not in ("reward_fn_key", "tools_key") and column is not None
+        if key.endswith("_key")
+        and key not in ("reward_fn_key", "tools_key", "image_key")
+        and column is not None
     }
     trained = [] if config.trainer.val_only else sources(data.train_files, rows)
     for number, source in enumerate([*trained, *sources(data.val_files, rows)]):

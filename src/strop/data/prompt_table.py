@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from strop.data.control_tokens import PromptError
+from strop.data.pictures.parts import text_of
+from strop.data.pictures.read import COLUMNS, Reader, has_values, refuse_media
 from strop.data.prompts import as_messages, chat_of_text, prompt_problem, tools_of
 from strop.data.records import exact_name, table_of, to_rows, visible_names
-from strop.data.sources import Files, Rows, read_table, reading, require_readable, value_at
+from strop.data.sources import Files, Rows, folder_of, read_table, reading, require_readable, value_at
 from strop.errors import DataError, nearest, raised_as
 
 logger = logging.getLogger("strop.data")
@@ -40,6 +44,8 @@ class PromptTable:
     starts: tuple[int, ...]
     tools_key: str | None = None
     """The column of tools, as JSON text; None if no row has any."""
+    images: Sequence[Sequence[int]] | None = None
+    """Digests of each row's pictures in the order of their places; None if no row has any."""
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -141,6 +147,7 @@ def read_prompt_table(
     prompt_key: str = "prompt",
     answer_keys: Mapping[str, str] | None = None,
     tools_key: str | None = None,
+    image_key: str | None = None,
     defaults: Mapping[str, str] | None = None,
     cache_dir: str | Path | None = None,
 ) -> PromptTable:
@@ -149,18 +156,21 @@ def read_prompt_table(
     ``answer_keys`` maps names of answers to their columns; in them and in prompts, numbers become text. A
     dotted name (``extra_info.answer``) reaches into nested columns, and becomes a column itself. A chat that
     is stored as text becomes messages, one of the answers ``chosen``, ``rejected`` and ``response`` its text.
-    ``tools_key`` names the column of tools, if there is one. ``defaults`` are columns with one value in all
-    rows, for files that lack them.
+    ``tools_key`` names the column of tools, if there is one. ``image_key`` names that of pictures, which
+    :mod:`strop.pictures` holds (``auto``: the first one of ``COLUMNS``; None: pictures are refused).
+    ``defaults`` are columns with one value in all rows, for files that lack them.
 
     Raises :class:`DataError` for a missing or unreadable file, one without rows or without one of these
-    columns, one with images, and for files whose columns have incompatible types.
+    columns, one with video or sound, for a picture that cannot be used, and for files whose columns have
+    incompatible types.
     """
     sources = [files] if isinstance(files, str | Path | Rows) else files
     names = [str(source) for source in sources]
     keys = {"prompt": prompt_key, **(answer_keys or {})}
     if not names:
         raise DataError("no data file was given: expected one file or a list of them")
-    tables = []
+    tables: list[pa.Table] = []
+    images: list[Sequence[int]] = []
     for name, source in zip(names, sources, strict=True):
         table = read_table(source, texts=list(keys.values()), cache_dir=cache_dir)
         with reading(name):
@@ -170,7 +180,7 @@ def read_prompt_table(
         if not len(table):
             raise DataError(f"{name}: the file has no rows")
         require_columns(name, table, keys)
-        _require_no_media(name, table)
+        refuse_media(name, table, images=image_key is None)
         for key in keys.values():
             table = _with_column(table, key)
         for what, key in keys.items():
@@ -181,6 +191,10 @@ def read_prompt_table(
         for column, value in (defaults or {}).items():
             if column not in table.column_names:
                 table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
+        if image_key is not None:
+            reader = Reader(name, partial(folder_of, source, cache_dir))
+            table, digests = _with_pictures(table, reader, prompt_key, image_key)
+            images += digests
         tables.append(table)
     what = f"the columns of {', '.join(names)} have types that cannot be joined"
     with raised_as(DataError, what, pa.ArrowException):
@@ -192,26 +206,55 @@ def read_prompt_table(
             f"{visible_names(whole.column_names)}"
         )
     has_tools = tools_key in whole.column_names and whole.column(tools_key).null_count < len(whole)
-    return PromptTable(whole, tuple(names), tuple(starts), tools_key if has_tools else None)
+    own_tools = tools_key if has_tools else None
+    return PromptTable(whole, tuple(names), tuple(starts), own_tools, images if any(images) else None)
 
 
 _ANSWERS = ("response", "chosen", "rejected")
 _TOOLS = "tools"
 OWN_TOOLS = "environment tools"
 """Name of the tools of an environment in a row."""
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
-def _require_no_media(name: str, table: pa.Table) -> None:
-    for column in set(_MEDIA) & set(table.column_names):
-        values = table.column(column)
-        if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-            values = values.drop_null().combine_chunks().flatten()
-        if values.null_count < len(values):
-            raise DataError(
-                f"{name}: the column {column!r} has values, but only text is supported, no images, video or "
-                "sound; use a data set of text, or rename the column if it is something else"
-            )
+_PICTURE_ROWS = 100
+"""Rows whose pictures are Python objects at one time."""
+
+
+def _with_pictures(
+    table: pa.Table, reader: Reader, prompt_key: str, image_key: str
+) -> tuple[pa.Table, list[Sequence[int]]]:
+    """Return ``table`` without its pictures, and the digests of each row's."""
+    names = [
+        name for name in (COLUMNS if image_key == "auto" else (image_key,)) if name in table.column_names
+    ]
+    column = next((name for name in names if has_values(table.column(name))), None)
+    has_parts = _may_have_parts(table, prompt_key)
+    if column is None and not has_parts:
+        return table, [()] * len(table)
+    digests, prompts, changed = [], [], False
+    for start in range(0, len(table), _PICTURE_ROWS):
+        rows = table.slice(start, _PICTURE_ROWS)
+        chats = _values(rows, prompt_key) if has_parts else [None] * len(rows)
+        values = _values(rows, column) if column is not None else [None] * len(rows)
+        for row, (chat, value) in enumerate(zip(chats, values, strict=True), start):
+            found, messages = reader.row(row, column or "", value, chat)
+            digests.append(found)
+            prompts.append(messages)
+            changed = changed or messages is not chat
+    if column is not None:
+        table = table.drop_columns(with_exact(table, column).column_names)
+    return (_with_values(table, prompt_key, prompts) if changed else table), digests
+
+
+def _may_have_parts(table: pa.Table, key: str) -> bool:
+    """Return True if messages of a column may have contents that are lists with pictures."""
+    if (exact := exact_name(key)) in table.column_names:
+        options = pc.MatchSubstringOptions('"image')
+        return pc.call_function("match_substring", [table.column(exact)], options).true_count > 0
+    kind = table.column(key).type
+    kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+    place = kind.get_field_index("content") if pa.types.is_struct(kind) else -1
+    return place >= 0 and pa.types.is_nested(kind.field(place).type)
 
 
 def _with_chats(name: str, table: pa.Table, key: str, prompt_key: str) -> pa.Table:
@@ -250,7 +293,10 @@ def _answer(where: str, chat: Any, prompt: Any) -> str:
             f"{where}: expected a text, or a message of the assistant, alone or after the row's prompt, "
             f"found {chat!r:.80}"
         )
-    return last["content"]
+    try:
+        return text_of(last["content"])
+    except PromptError as error:
+        raise DataError(f"{where}: {error.reason}") from None
 
 
 def _with_tools(name: str, table: pa.Table, key: str) -> pa.Table:
@@ -425,7 +471,8 @@ def with_ground_truths(table: PromptTable, answer_key: str) -> PromptTable:
 
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
     """Reject reserved column names, and columns of types that rewards cannot use."""
-    clashes = [name for name in _RESERVED if name in table.names and name != prompt_key]
+    reserved = _RESERVED if table.images is None else (*_RESERVED, "images")
+    clashes = [name for name in reserved if name in table.names and name != prompt_key]
     if clashes:
         raise DataError(
             f"{', '.join(table.files)}: the columns {clashes} have names that batches use; rename them"

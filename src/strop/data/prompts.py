@@ -10,11 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from strop.data.control_tokens import PromptError, control_tokens, is_escaped
+from strop.data.pictures.parts import Expansion, as_parts, is_place, parts_problem, text_of, with_places
 from strop.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -115,11 +117,11 @@ def prompt_problem(value: Any) -> str | None:
     for number, message in enumerate(value):
         fields = message if isinstance(message, dict) else {}
         role, content = fields.get("role"), fields.get("content")
-        if not isinstance(role, str) or not (isinstance(content, str) or _only_calls(fields)):
-            parts = (
-                "; contents in parts, such as images, are not supported" if isinstance(content, list) else ""
-            )
-            return f"{EXPECTED}, found {_describe(message)} as message {number}{parts}"
+        if isinstance(role, str) and isinstance(content, list):
+            if problem := parts_problem(content):
+                return f"message {number}: {problem}"
+        elif not isinstance(role, str) or not (isinstance(content, str) or _only_calls(fields)):
+            return f"{EXPECTED}, found {_describe(message)} as message {number}"
     return None
 
 
@@ -212,10 +214,12 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     how: PromptFormat = AUTO,
     tools: Sequence[str | None] | None = None,
+    pictures: Sequence[Expansion] | None = None,
 ) -> list[list[int]]:
     """Return token ids of every prompt; all strings or all message lists, as in a column of a table.
 
     ``tools`` are those of each prompt as the JSON of a list, or None; the chat template renders them.
+    ``pictures`` are the texts of each prompt's; None: prompts with pictures are refused.
 
     A chat that ends with an assistant's message is continued: its turn stays open. Other chats get the
     template's generation prompt. Plain strings that are no chats get the special tokens that the tokenizer
@@ -228,14 +232,15 @@ def encode_prompts(
         if problem := prompt_problem(prompt):
             raise PromptError(offset, problem)
     tools = [None] * len(prompts) if tools is None else tools
+    own = [None] * len(prompts) if pictures is None else pictures
     try:
-        encoded = _encode(prompts, tools, tokenizer, how)
-    except (PromptError, ModelError):
+        encoded = _encode(prompts, tools, own, tokenizer, how)
+    except ModelError:
         raise
     except Exception:  # noqa: BLE001
         # Templates raise anything; encoding one by one finds the rejected prompt and raises again.
-        pairs = zip(prompts, tools, strict=True)
-        encoded = [_encode_one(offset, *pair, tokenizer, how) for offset, pair in enumerate(pairs)]
+        each = zip(prompts, tools, own, strict=True)
+        encoded = [_encode_one(offset, *one, tokenizer, how) for offset, one in enumerate(each)]
     for offset, ids in enumerate(encoded):
         if len(ids) == 0:
             raise PromptError(offset, "the prompt has no tokens")
@@ -246,7 +251,7 @@ def encode_prompts(
             ]
             found = None
             with contextlib.suppress(PromptError):  # a template that reads calls may refuse answers without
-                found = _encode_one(offset, bare, tools[offset], tokenizer, how)
+                found = _encode_one(offset, bare, tools[offset], own[offset], tokenizer, how)
             if found == encoded[offset]:
                 raise PromptError(
                     offset,
@@ -282,7 +287,9 @@ def encode_raw(
     prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, how: PromptFormat = AUTO
 ) -> list[int]:
     """Return token ids of the text alone, messages joined by line ends: no template, no special tokens."""
-    text = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in as_messages(prompt))
+    chat = [] if isinstance(prompt, str) else as_messages(prompt)
+    parts = [[part for part in as_parts(message["content"]) if not is_place(part)] for message in chat]
+    text = prompt if isinstance(prompt, str) else "\n".join(map(text_of, parts))
     control = control_tokens(tokenizer)
     text = text if how.allow_special_tokens else control.escape(text)
     return control.encode([text], add_special_tokens=False)[0]
@@ -291,6 +298,7 @@ def encode_raw(
 def _encode(
     prompts: Sequence[Any],
     tools: Sequence[str | None],
+    pictures: Sequence[Expansion | None],
     tokenizer: PreTrainedTokenizerBase,
     how: PromptFormat,
     *,
@@ -302,6 +310,11 @@ def _encode(
     control = control_tokens(tokenizer)
     is_chat = how.is_chat(tokenizer, is_text=isinstance(prompts[0], str))
     values: list[Any] = [how.messages(prompt) for prompt in prompts] if is_chat else list(prompts)
+    if is_chat:
+        pairs = zip(values, pictures, strict=True)
+        values = [_with_contents(chat, own, tokenizer) for chat, own in pairs]
+    elif any(own and own.texts for own in pictures):
+        raise PromptError(0, "the row has pictures, and only a chat template can give them a place")
     if form is not None:
         values = [_with_arguments(chat, form) for chat in values]
     if not how.allow_special_tokens:
@@ -319,8 +332,8 @@ def _encode(
     if tokenizer.chat_template is None:
         raise _no_template(tokenizer, "chat messages")
 
-    def encode_chats(chats: list[Any], kind: tuple[bool, str | None]) -> list[list[int]]:
-        are_continued, tools_json = kind
+    def encode_chats(chats: list[Any], kind: tuple[bool, str | None, Expansion | None]) -> list[list[int]]:
+        are_continued, tools_json, expansion = kind
         own_tools = {"tools": json.loads(tools_json)} if tools_json else {}
         if not how.allow_special_tokens:
             own_tools = control.escape(own_tools)
@@ -331,15 +344,20 @@ def _encode(
             "continue_final_message": are_continued,
             "return_dict": False,  # a list, not a BatchEncoding
         }
-        if not is_escaped([*chats, own_tools]):
+        if expansion is None and not is_escaped([*chats, own_tools]):
             encoded: Any = tokenizer.apply_chat_template(chats, tokenize=True, **options)
             return encoded
         # the template writes the BOS itself, so none is added to its text
         texts: Any = tokenizer.apply_chat_template(chats, tokenize=False, **options)
-        return control.encode(texts, add_special_tokens=False)
+        if expansion is None:
+            return control.encode(texts, add_special_tokens=False)
+        # as the processors of transformers: theirs is added where the template writes none
+        adds_bos = not (tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
+        texts = [expansion.expanded(text) for text in texts]
+        return control.encode(texts, add_special_tokens=adds_bos)
 
     continued = [chat[-1]["role"] == "assistant" for chat in values]
-    return _in_groups(values, list(zip(continued, tools, strict=True)), encode_chats)
+    return _in_groups(values, list(zip(continued, tools, pictures, strict=True)), encode_chats)
 
 
 def _in_groups(
@@ -355,14 +373,50 @@ def _in_groups(
     return [next(encoded[kind]) for kind in kinds]
 
 
+def _with_contents(
+    chat: list[dict[str, Any]], pictures: Expansion | None, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Return messages with contents as the chat template takes them: in parts with pictures, else texts."""
+    if pictures is not None:
+        return with_places(chat, len(pictures.texts))
+    if any(isinstance(message["content"], list) for message in chat):
+        chat = [{**message, "content": text_of(message["content"])} for message in chat]
+    return with_places(chat, 0) if _takes_parts_alone(tokenizer) else chat
+
+
+_PARTS_ALONE: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _takes_parts_alone(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the chat template leaves out contents that are texts, as SmolVLM's and LLaVA's do."""
+    template, known = _PARTS_ALONE.get(tokenizer, (None, False))
+    if template != tokenizer.chat_template:
+        template, word = tokenizer.chat_template, "strop"
+        found = []
+        for content in (word, [{"type": "text", "text": word}]):
+            chat: list[Any] = [{"role": "user", "content": content}]
+            text: Any = ""
+            with contextlib.suppress(Exception):  # templates raise anything
+                text = tokenizer.apply_chat_template(chat, tokenize=False)
+            found.append(word in text)
+        known = found == [False, True]
+        _PARTS_ALONE[tokenizer] = template, known
+    return known
+
+
 def _encode_one(
-    offset: int, prompt: Any, tools: str | None, tokenizer: PreTrainedTokenizerBase, how: PromptFormat
+    offset: int,
+    prompt: Any,
+    tools: str | None,
+    pictures: Expansion | None,
+    tokenizer: PreTrainedTokenizerBase,
+    how: PromptFormat,
 ) -> list[int]:
     try:
         if isinstance(prompt, list) and any("tool_calls" in message for message in prompt):
             with contextlib.suppress(TypeError):  # templates that join arguments with text
-                return _encode([prompt], [tools], tokenizer, how, form=_as_text)[0]
-        return _encode([prompt], [tools], tokenizer, how)[0]
+                return _encode([prompt], [tools], [pictures], tokenizer, how, form=_as_text)[0]
+        return _encode([prompt], [tools], [pictures], tokenizer, how)[0]
     except ModelError:
         raise
     except PromptError as error:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from strop.data.loader import RowDataset
+from strop.data.pictures.expand import PictureTexts, RowPictures, load_processor
 from strop.data.prompt_table import (
     OWN_TOOLS,
     Files,
@@ -76,6 +77,12 @@ class RLHFDataset:
     prompts before they are tokenized, and ``prompts_in_words`` describes it in one line. ``tools_key`` names
     the column of tools; the chat template renders those of each row, or those that ``tools_of`` returns.
 
+    ``image_key`` names the column of pictures, of which a row has at most ``max_images`` (None: any number).
+    If a row has some, every row has ``images`` (int64 tensor [I], the digests of :mod:`strop.pictures` in the
+    order of their places, 0 behind the last; I = ``max_images``, or the most of a row), and
+    ``pictures`` has the ``processor``, by default the one in the tokenizer's folder with the bounds
+    ``min_pixels`` and ``max_pixels``.
+
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
 
@@ -102,6 +109,11 @@ class RLHFDataset:
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
         tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
+        processor: Any = None,
+        image_key: str = "auto",
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        max_images: int | None = None,
     ) -> None:
         if truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation={truncation!r}: expected one of {', '.join(TRUNCATIONS)}")
@@ -114,6 +126,7 @@ class RLHFDataset:
             prompt_key=prompt_key,
             answer_keys={"answer": answer_key} if answer_key else {},
             tools_key=tools_key,
+            image_key=image_key,
             defaults={reward_fn_key: data_source} if data_source else {},
             cache_dir=cache_dir,
         )
@@ -123,6 +136,11 @@ class RLHFDataset:
             self._table = self._table.with_tools(tools_of)
         check_columns(self._table, prompt_key, reward_fn_key)
         self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
+        self.pictures: RowPictures | None = None
+        if (images := self._table.images) is not None:
+            bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+            self.pictures = RowPictures(self._picture_texts(processor, bounds), images)
+            self._images = image_columns(self._table, images, max_images)
         self._tokens = tokenize_table(
             self._table,
             tokenizer,
@@ -130,6 +148,7 @@ class RLHFDataset:
             how=how,
             num_workers=num_workers,
             cache_dir=cache_dir,
+            pictures=self.pictures,
         )
         self._rows = usable_rows(
             self._table,
@@ -140,21 +159,59 @@ class RLHFDataset:
             filter_key="data.filter_overlong_prompts",
         )
 
+        if self.pictures is not None:
+            self._check_first_pictures(self.pictures)
+
+    def _picture_texts(self, processor: Any, bounds: Mapping[str, int | None]) -> PictureTexts:
+        """Return the texts of the rows' pictures; raise where the model or the settings have none."""
+        images = self._table.images or ()
+        first = next(row for row, own in enumerate(images) if own)
+        if self.truncation != "error":
+            raise DataError(
+                f"data.truncation={self.truncation} cuts prompts, and a picture cannot be cut: leave it at "
+                "error, and drop longer prompts with data.filter_overlong_prompts=True"
+            )
+        name = self.tokenizer.name_or_path
+        processor = processor or load_processor(name, self.tokenizer, **bounds)
+        if processor is None:
+            raise self._table.error(
+                first,
+                self.prompt_key,
+                f"the row has {len(images[first])} pictures, and the model in {name} is of text alone: use a "
+                "model of images and text, or a data set without pictures",
+            )
+        return PictureTexts(processor)
+
+    def _check_first_pictures(self, pictures: RowPictures) -> None:
+        """Decode the pictures of the first row of each data source that has some."""
+        sources = [""] * len(self._table)
+        if self.reward_fn_key in self._table.names:
+            sources = self._table.table.column(self.reward_fn_key).to_pylist()
+        first: dict[Any, int] = {}
+        for row, source in enumerate(sources):
+            if pictures.images[row] and source not in first:
+                first[source] = row
+                name, number = self._table.locate(row)
+                pictures.texts.check(pictures.images[row], f"{name}, row {number}")
+
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         columns = self.columns(item)
-        return {**columns, "input_ids": torch.from_numpy(columns["input_ids"])}
+        arrays = {name: columns[name] for name in ("input_ids", "images") if name in columns}
+        return {**columns, **{name: torch.from_numpy(array) for name, array in arrays.items()}}
 
     def columns(self, item: int) -> dict[str, Any]:
-        """Return a row with ``input_ids`` as an array."""
+        """Return a row with ``input_ids``, and ``images`` if there are some, as arrays."""
         row_number = int(self._rows[item])
         columns = self._table.row(row_number)
         prompt, own_tools = columns[self.prompt_key], columns.pop(OWN_TOOLS, None)
         # here, not in the cache of token ids, which serves every limit
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         columns["input_ids"] = ids.astype(np.int64)
+        if self.pictures is not None:
+            columns["images"] = self._images[row_number]
         source = source_of(self._table.locate(row_number)[0])
         columns["data_source"] = columns.setdefault(self.reward_fn_key, source)
         index = (columns.get("extra_info") or {}).get("index")
@@ -195,6 +252,22 @@ class RLHFDataset:
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
         """Raise as :func:`strop.data.prompt_table.require_ground_truths`."""
         require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
+
+
+def image_columns(table: PromptTable, images: Sequence[Sequence[int]], limit: int | None) -> np.ndarray:
+    """Return the digests of the rows' pictures, int64 [rows, I], 0 behind the last of a row.
+
+    Raises :class:`DataError` for the first row with more than ``limit``.
+    """
+    counts = [len(row) for row in images]
+    width = max(counts) if limit is None else limit
+    for row, count in enumerate(counts):
+        if count > width:
+            raise table.error(row, "images", f"the row has {count} pictures, data.max_images is {limit}")
+    columns = np.zeros((len(images), width), dtype=np.int64)
+    for row, own in enumerate(images):
+        columns[row, : len(own)] = own
+    return columns
 
 
 def usable_rows(
@@ -255,15 +328,11 @@ def create_rl_dataset(
     *,
     tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> RLHFDataset:
-    """Build the data set that ``config.data`` describes. ``processor`` (images, video) must be None.
+    """Build the data set that ``config.data`` describes.
 
-    ``tools_of`` returns the tools of a row's environment.
+    ``processor`` is that of a model of images and text; None: rows with pictures load it from the tokenizer's
+    folder. ``tools_of`` returns the tools of a row's environment.
     """
-    if processor is not None:
-        raise DataError(
-            f"create_rl_dataset: found a processor ({type(processor).__name__}), but only text is supported; "
-            "pass None"
-        )
     return RLHFDataset(
         files,
         tokenizer,
@@ -274,8 +343,13 @@ def create_rl_dataset(
         answer_key=data_config.answer_key,
         data_source=data_config.data_source,
         tools_of=tools_of,
+        processor=processor,
+        **{name: getattr(data_config, name) for name in _IMAGE_KEYS},
         **prompt_options(data_config),
     )
+
+
+_IMAGE_KEYS = ("image_key", "min_pixels", "max_pixels", "max_images")
 
 
 def prompt_options(data_config: Any) -> dict[str, Any]:
@@ -340,6 +414,13 @@ def first_of_each_source(dataset: RowDataset, limit: int) -> Subset:
         if taken[source] <= limit:
             rows.append(row)
     return Subset(dataset, rows)
+
+
+def pictures_digest(dataset: RowDataset) -> str | None:
+    """Return a digest of the pictures of a data set; None if it has none, or is of another class."""
+    whole = all_rows(dataset)
+    pictures = whole.pictures if isinstance(whole, RLHFDataset) else None
+    return None if pictures is None else pictures.digest()
 
 
 def columns_of(dataset: RowDataset, row: int) -> dict[str, Any]:

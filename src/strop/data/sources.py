@@ -27,6 +27,7 @@ import xxhash
 
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, similar_path, with_split
 from strop.data.fetch import local_path
+from strop.data.pictures.read import storable
 from strop.data.records import CHUNK_ROWS, json_records, open_data, records_table, table_of, to_rows
 from strop.errors import DataError, MissingExtraError, raised_as
 from strop.manifest import require_below
@@ -175,6 +176,22 @@ def find(name: str, cache_dir: str | Path | None = None) -> Path | HubSplit:
     if not path.is_dir():
         require_file(path, name)
     return path
+
+
+def folder_of(source: Source, cache_dir: str | Path | None = None) -> tuple[Path, bool]:
+    """Return the folder in which the files that rows name are, and True if they may name no others.
+
+    It is that of the file; of rows in memory the working folder, of those from the hub its cache.
+    """
+    if isinstance(source, Rows):
+        return Path.cwd(), False
+    found = find(str(source), cache_dir)
+    if isinstance(found, HubSplit):
+        from huggingface_hub.constants import HF_HOME
+
+        return Path(HF_HOME), True
+    base, _ = with_split(str(source)) or (str(source), "")
+    return found if found.is_dir() else found.parent, is_url(base)
 
 
 def require_file(path: Path, name: str) -> None:
@@ -430,4 +447,4 @@ def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:
             f"found {type(data).__module__}.{type(data).__name__}"
         )
     with reading(str(rows)):
-        return table_of(str(rows), data, texts)
+        return table_of(str(rows), list(storable(str(rows), data)), texts)

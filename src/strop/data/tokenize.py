@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 from strop.config.machine import usable_cores
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, progress_bar
+from strop.data.pictures.expand import RowPictures
 from strop.data.prompt_table import OWN_TOOLS, PromptTable, with_exact
 from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
 from strop.data.records import exact_name
@@ -91,6 +92,7 @@ def tokenize_table(
     how: PromptFormat = AUTO,
     num_workers: int | None = None,
     cache_dir: str | Path | None = None,
+    pictures: RowPictures | None = None,
 ) -> TokenizedPrompts:
     """Return token ids of the column ``prompt_key``, from the cache below ``cache_dir`` (None: no cache).
 
@@ -108,15 +110,15 @@ def tokenize_table(
             with_exact(table.table, prompt_key),
             *([table.table.select([table.tools_key])] if has_tools else []),
         ]
-        cache = _cache_path(columns, tokenizer, encode, how, cache_dir)
+        cache = _cache_path(columns, tokenizer, encode, how, cache_dir, pictures)
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
     if has_tools:
-        _require_rendered_tools(table, tokenizer, prompt_key, how)
+        _require_rendered_tools(table, tokenizer, prompt_key, how, pictures)
     workers = usable_cores() if num_workers is None else num_workers
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
         own = partial(encode, how=how)
-        chunks = _encode_all(table, tokenizer, prompt_key, own, workers, advance, has_tools=has_tools)
+        chunks = _encode_all(table, tokenizer, prompt_key, own, workers, advance, has_tools, pictures)
     arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)  # all tokens may exceed 2^31, an id does not
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
@@ -126,7 +128,13 @@ def tokenize_table(
     return result
 
 
-def _require_rendered_tools(table: PromptTable, tokenizer: Any, prompt_key: str, how: PromptFormat) -> None:
+def _require_rendered_tools(
+    table: PromptTable,
+    tokenizer: Any,
+    prompt_key: str,
+    how: PromptFormat,
+    pictures: RowPictures | None,
+) -> None:
     """Raise ``DataError`` if the first prompt that has tools has the same tokens without them.
 
     Of the tools of an environment, which a prompt may name in its own words, it is a warning.
@@ -134,8 +142,10 @@ def _require_rendered_tools(table: PromptTable, tokenizer: Any, prompt_key: str,
     tools = table.tools(0, len(table))
     row = next(row for row, own in enumerate(tools) if own is not None)
     prompts = table.values(prompt_key, row, row + 1)
+    own = None if pictures is None else pictures.expansions(row, row + 1)
     try:
-        if encode_prompts(prompts, tokenizer, how, [tools[row]]) != encode_prompts(prompts, tokenizer, how):
+        with_tools = encode_prompts(prompts, tokenizer, how, [tools[row]], own)
+        if with_tools != encode_prompts(prompts, tokenizer, how, None, own):
             return
     except PromptError as error:
         raise table.error(row, prompt_key, error.reason) from error
@@ -191,14 +201,16 @@ def _encode_all(
     encode: Encode,
     workers: int,
     advance: Advance,
-    *,
     has_tools: bool,
+    pictures: RowPictures | None,
 ) -> list[Chunk]:
     def chunks_of_values() -> Iterator[tuple[list[Any], Encode]]:
         for start in range(0, len(table), CHUNK_ROWS):
             values, own = table.values(prompt_key, start, start + CHUNK_ROWS), encode
             if has_tools:
-                own = partial(encode, tools=table.tools(start, start + len(values)))
+                own = partial(own, tools=table.tools(start, start + len(values)))
+            if pictures is not None:
+                own = partial(own, pictures=pictures.expansions(start, start + len(values)))
             yield values, own
 
     def collect(results: Generator[Callable[[], Chunk]]) -> list[Chunk]:
@@ -288,6 +300,7 @@ def _cache_path(
     encode: Encode,
     how: PromptFormat,
     cache_dir: str | Path,
+    pictures: RowPictures | None,
 ) -> Path:
     key = {
         # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed;
@@ -297,6 +310,7 @@ def _cache_path(
         "format": dataclasses.asdict(how),
         "values": list(map(_digest, columns)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
+        **({} if pictures is None else {"pictures": pictures.key()}),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(cache_dir) / "tokens" / f"{name}.npz"

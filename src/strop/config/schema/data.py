@@ -88,6 +88,14 @@ class DataConfig(RowsConfig):
     """Column that names the scorer of a row (its data source)."""
     data_source: Text | None
     """Data source of the rows of files that lack the column reward_fn_key."""
+    image_key: Text
+    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
+    min_pixels: PositiveInt | None
+    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_pixels: PositiveInt | None
+    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_images: PositiveInt | None
+    """Most pictures of a prompt; more are an error. null: the most of any row."""
     answer_key: Text | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
     train_batch_size: Annotated[PositiveInt, MAY_CHANGE]

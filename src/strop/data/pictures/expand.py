@@ -1,0 +1,139 @@
+"""The text that stands for a picture in a prompt, by the model's own processor."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from strop import pictures
+from strop.data.pictures.parts import Expansion
+from strop.errors import DataError, ModelError, raised_as
+
+
+class PictureTexts:
+    """Texts of pictures in prompts; each depends on the picture's size alone."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.placeholder: str = getattr(processor, "image_token", None) or ""
+        if not self.placeholder:
+            raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def expansion(self, digests: Sequence[int]) -> Expansion:
+        """Return the texts of a row's pictures; the processor runs once for each size, on a blank one."""
+        return Expansion(self.placeholder, tuple(map(self._text_of, digests)))
+
+    def check(self, digests: Sequence[int], where: str) -> None:
+        """Raise :class:`DataError` for a picture that cannot be decoded.
+
+        Raises :class:`ModelError` if one has other tokens than a blank picture of its size.
+        """
+        for digest in digests:
+            if self._text(pictures.opened(digest)) != self._text_of(digest):
+                raise ModelError(
+                    f"{where}: {type(self.processor).__name__} writes a text for the picture that does not "
+                    "follow from its size; pictures of this family are not supported"
+                )
+
+    def unexpanded(self, ids: Sequence[int], digests: Sequence[int]) -> list[int]:
+        """Return token ids with one placeholder for each picture, as vLLM takes them.
+
+        Raises ``ValueError`` if the tokens of a picture are not found.
+        """
+        tokenizer, short, rest = self.processor.tokenizer, [], list(ids)
+        placeholder = tokenizer.convert_tokens_to_ids(self.placeholder)
+        for digest in digests:
+            tokens = tokenizer(self._text_of(digest), add_special_tokens=False)["input_ids"]
+            starts = (start for start, first in enumerate(rest) if first == tokens[0])
+            start = next((start for start in starts if rest[start : start + len(tokens)] == tokens), None)
+            if start is None:
+                raise ValueError("the tokens of a picture are not in the prompt")
+            short, rest = [*short, *rest[:start], placeholder], rest[start + len(tokens) :]
+        return [*short, *rest]
+
+    def settings(self) -> str:
+        """Return the back-end's name, and a digest of all that decides the tokens and pixels of a picture."""
+        text = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
+        backend = type(self.processor.image_processor).__name__
+        return f"{backend} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def _text_of(self, digest: int) -> str:
+        from PIL import Image
+
+        size = pictures.size(digest)
+        if size not in self._texts:
+            self._texts[size] = self._text(Image.new("RGB", size))
+        return self._texts[size]
+
+    def _text(self, picture: Any) -> str:
+        kind = type(self.processor).__name__
+        with raised_as(ModelError, f"{kind} cannot process a picture of {picture.width} x {picture.height}"):
+            found = self.processor(
+                images=[picture], text=[self.placeholder], return_text_replacement_offsets=True
+            )
+        if not (offsets := found.get("text_replacement_offsets")):
+            raise ModelError(f"{kind} does not write the tokens of a picture; this family is not supported")
+        return offsets[0][0]["replacement"]
+
+
+class RowPictures:
+    """Pictures of the rows of a data set; ``images`` are the digests of each row's."""
+
+    def __init__(self, texts: PictureTexts, images: Sequence[Sequence[int]]) -> None:
+        self.texts, self.images = texts, images
+
+    def expansions(self, start: int, stop: int) -> list[Expansion]:
+        """Return the expansions of rows ``start`` to ``stop``."""
+        return [self.texts.expansion(row) for row in self.images[start:stop]]
+
+    def key(self) -> str:
+        """Return a digest of all that decides the tokens of the pictures."""
+        sizes = [[pictures.size(digest) for digest in row] for row in self.images]
+        return hashlib.sha256(f"{self.texts.settings()} {sizes}".encode()).hexdigest()
+
+    def digest(self) -> str:
+        """Return a digest of the pictures, and of how they are processed."""
+        return f"{self.texts.settings()} {hashlib.sha256(repr(self.images).encode()).hexdigest()[:16]}"
+
+
+def load_processor(
+    path: str | Path, tokenizer: Any, *, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Any | None:
+    """Return a model's processor without its part for videos; None for a model of text alone.
+
+    That part needs torchvision (and num2words for SmolVLM). ``min_pixels`` and ``max_pixels`` replace the
+    bounds to which pictures are resized. Raises :class:`ModelError` for a folder that lacks the files of a
+    processor, and :class:`DataError` for bounds that the family does not have.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, ProcessorMixin
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    with raised_as(ModelError, f"{path}: no processor of pictures can be loaded"):
+        kind: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path)), None)
+        parts = kind.get_attributes() if kind is not None else ()
+        if "image_processor" not in parts:
+            return None
+        bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        bounds = {name: value for name, value in bounds.items() if value is not None}
+        images = AutoImageProcessor.from_pretrained(path, **bounds)
+        settings, _ = ProcessorMixin.get_processor_dict(str(path))
+    if lacking := bounds.keys() - images.valid_kwargs.__annotations__.keys():
+        raise DataError(
+            f"data.{min(lacking)}: {type(images).__name__} of {path} has no bound of pixels, it resizes to "
+            f"{images.size}; leave the key null"
+        )
+    module: Any = importlib.import_module(kind.__module__)
+    if getattr(module, "num2words", 0) is None:
+        module.num2words = str
+    own = {"get_attributes": classmethod(lambda _: [name for name in parts if name != "video_processor"])}
+    given = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    if "video_processor" in parts:
+        given["video_processor"] = None
+    taken = ("processor_class", "auto_map", "chat_template", *parts)
+    options = {name: value for name, value in settings.items() if name not in taken}
+    return type(kind.__name__, (kind,), own)(**given, **options)

@@ -1,0 +1,112 @@
+"""Contents of messages as lists of parts: texts, and places of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from strop.data.control_tokens import PromptError
+
+MARK = "<image>"
+"""Place of a picture in a text, as in files of verl."""
+PLACE = {"type": "image"}
+_KINDS = ("image", "image_url")
+
+
+class Expansion(NamedTuple):
+    """What the placeholders of a rendered prompt become."""
+
+    placeholder: str
+    texts: tuple[str, ...]
+    """Text of each picture, in order."""
+
+    def expanded(self, text: str) -> str:
+        """Return a rendered prompt with the pictures' texts; ``PromptError`` for too many or few."""
+        first, *others = text.split(self.placeholder)
+        if len(others) != len(self.texts):
+            raise PromptError(
+                0,
+                f"the chat template writes {self.placeholder!r} {len(others)} times for {len(self.texts)} "
+                "pictures; use one that takes parts of the type image (data.chat_template)",
+            )
+        return first + "".join(map("".join, zip(self.texts, others, strict=True)))
+
+
+def is_place(part: Any) -> bool:
+    """Return True for a part that stands for a picture."""
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def picture_in(part: Mapping[str, Any]) -> Any:
+    """Return the picture that a part holds: a path, a data URL, bytes or a record; None if it holds none."""
+    found = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key)), None)
+    return found["url"] if isinstance(found, Mapping) and "url" in found else found
+
+
+def parts_problem(content: Sequence[Any]) -> str | None:
+    """Return the reason why a list is no content of a message, or None if it is one."""
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not is_place(part) and not (kind == "text" and isinstance(part.get("text"), str)):
+            found = f"of type {kind!r}" if kind else f"{part!r:.60}"
+            return f"expected parts of text and images, found one {found}"
+    return None
+
+
+def places(messages: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of messages that stand for pictures."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            yield from filter(is_place, content)
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a content; raise ``PromptError`` if it has a picture."""
+    if isinstance(content, str):
+        return content
+    if any(map(is_place, content)):
+        raise PromptError(0, "found a picture, expected text alone")
+    return "".join(part["text"] for part in content)
+
+
+def as_parts(content: str | list[Any]) -> list[Any]:
+    """Return a content as a list of parts."""
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return messages in parts, with a place for each of ``count`` pictures.
+
+    Pictures have the places of parts; without parts those of marks; without marks they are before the first
+    text of the user. Raises ``PromptError`` for another number of places.
+    """
+    chat = [{**message, "content": as_parts(message["content"])} for message in messages]
+    found, kind = sum(1 for _ in places(chat)), "places for pictures"
+    if not found and count:
+        texts = [part["text"] for message in chat for part in message["content"]]
+        found, kind = sum(text.count(MARK) for text in texts), f"marks {MARK}"
+        if found == count:
+            for message in chat:
+                message["content"] = [piece for part in message["content"] for piece in _split(part["text"])]
+        elif not found:
+            users = [message for message in chat if message["role"] == "user"]
+            if not users:
+                raise PromptError(0, "no message of the user, in which the row's pictures would stand")
+            users[0]["content"] = [PLACE] * count + users[0]["content"]
+            found = count
+    if found != count:
+        raise PromptError(0, f"the messages have {found} {kind}, and the row has {count} pictures")
+    return [{**message, "content": [_bare(part) for part in message["content"]]} for message in chat]
+
+
+def _bare(part: dict[str, Any]) -> dict[str, Any]:
+    return PLACE if is_place(part) else {"type": "text", "text": part["text"]}
+
+
+def _split(text: str) -> Iterator[dict[str, Any]]:
+    for number, piece in enumerate(text.split(MARK)):
+        if number:
+            yield PLACE
+        if piece:
+            yield {"type": "text", "text": piece}

@@ -1,0 +1,154 @@
+"""Pictures of the rows of one source, in any form that users have, as digests of files that are held."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from strop import pictures
+from strop.data.pictures.parts import is_place, parts_problem, picture_in, places
+from strop.errors import DataError, raised_as
+
+COLUMNS = ("images", "image")
+"""Columns of pictures where ``data.image_key`` is ``auto``, the first one that has values."""
+_OTHER_MEDIA = ("video", "videos", "audio", "audios")
+
+
+def refuse_media(name: str, table: pa.Table, *, images: bool) -> None:
+    """Raise :class:`DataError` for columns of video, of sound and, with ``images``, of pictures."""
+    for column in (*_OTHER_MEDIA, *(COLUMNS if images else ())):
+        if column in table.column_names and has_values(table.column(column)):
+            supported = "text is supported here" if images else "text and images are supported"
+            raise DataError(
+                f"{name}: the column {column!r} has values, but only {supported}; use another data set, or "
+                "rename the column if it is something else"
+            )
+
+
+def has_values(values: pa.ChunkedArray) -> bool:
+    """Return True if a column, or one of its lists, has a value."""
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        values = values.drop_null().combine_chunks().flatten()
+    return values.null_count < len(values)
+
+
+class Reader:
+    """Pictures of one source; see ``folder_of`` about ``folder``."""
+
+    def __init__(self, name: str, folder: Callable[[], tuple[Path, bool]]) -> None:
+        self._name, self._folder = name, folder
+
+    def row(self, row: int, key: str, value: Any, messages: Any) -> tuple[list[int], Any]:
+        """Return the digests of a row's pictures in the order of their places, and its messages without them.
+
+        ``value`` is that of the column ``key``; messages that hold no picture are returned as they are.
+        """
+        entries = value if isinstance(value, list) else [] if value is None else [value]
+        found = [self._hold(entry, row, key, number) for number, entry in enumerate(entries)]
+        held = [picture_in(part) for part in places(messages)] if isinstance(messages, list) else []
+        if not any(held):
+            return found, messages
+        column, digests = iter(found), []
+        for number, picture in enumerate(held):
+            own = next(column, None) if picture is None else self._hold(picture, row, "messages", number)
+            digests += [] if own is None else [own]
+        return [*digests, *column], [_without_pictures(message) for message in messages]
+
+    def _hold(self, value: Any, row: int, key: str, entry: int) -> int:
+        where = f"{self._name}, row {row}, field {key}, picture {entry}"
+        if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
+            content = value.get("bytes")
+            value = content if content is not None else value.get("path")
+        if isinstance(value, bytes):
+            return pictures.hold(value, where)
+        if not isinstance(value, str):
+            raise DataError(
+                f"{where}: expected a path, a data URL, bytes, {{bytes, path}}, or in memory a PIL image or "
+                f"an array [height, width, 3] of uint8, found {type(value).__name__} {value!r:.60}"
+            )
+        if value.startswith("data:"):
+            return pictures.hold(_decoded(value, where), where)
+        if "://" in value:
+            raise DataError(
+                f"{where}: {value:.80}: pictures are not downloaded in a run; download them, and name files"
+            )
+        return self._hold_path(value, where)
+
+    def _hold_path(self, value: str, where: str) -> int:
+        folder, is_closed = self._folder()
+        path = folder / Path(value).expanduser()
+        if is_closed and not path.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"{where}: {value}: rows from elsewhere may only name files in {folder}")
+        try:
+            return pictures.hold_file(path, f"{where}, {value}")
+        except OSError as error:
+            raise DataError(f"{where}: the file {path} cannot be read: {error.strerror or error}") from error
+
+
+def _decoded(url: str, where: str) -> bytes:
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        raise DataError(f"{where}: expected data:image/...;base64,..., found {head:.60}")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{where}: the data URL is not base64: {error}") from error
+
+
+def _without_pictures(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list) or parts_problem(content):
+        return message
+    return {**message, "content": [{"type": "image"} if is_place(part) else part for part in content]}
+
+
+def storable(name: str, rows: Sequence[Any]) -> Iterator[Any]:
+    """Yield rows in memory with pictures that are objects (of PIL, or arrays) as data URLs.
+
+    So are bytes in a part of a message: records of several types are stored as JSON. Other rows are yielded
+    as they are.
+    """
+    for number, row in enumerate(rows):
+        with raised_as(DataError, f"{name}, row {number}: an image or array is no picture of a prompt"):
+            yield _as_urls(row)
+
+
+def _as_urls(value: Any, in_part: bool = False) -> Any:
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        in_part = in_part or is_place(value)
+        if in_part and isinstance(value.get("bytes"), bytes):
+            return _url(value["bytes"])
+        made = {key: _as_urls(item, in_part) for key, item in value.items()}
+        return made if any(made[key] is not item for key, item in value.items()) else value
+    if isinstance(value, list | tuple):
+        items = [_as_urls(item, in_part) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if isinstance(value, np.ndarray) and value.ndim > 1 and value.dtype == np.uint8:
+        from PIL import Image
+
+        return _url(_encoded(Image.fromarray(value)))
+    if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
+        return _url(_encoded(value))
+    return _url(value) if in_part and isinstance(value, bytes) else value
+
+
+def _url(encoded: bytes) -> str:
+    return f"data:image;base64,{base64.b64encode(encoded).decode()}"
+
+
+def _encoded(picture: Any) -> bytes:
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    ImageOps.exif_transpose(picture).convert("RGB").save(file, "PNG", compress_level=1)
+    return file.getvalue()
