@@ -24,7 +24,7 @@ DATA = {
     for name in (
         *("tokenizer", "train_files", "prompt_key", "apply_chat_template", "system_prompt", "chat_template"),
         *("apply_chat_template_kwargs", "allow_special_tokens", "reward_fn_key", "data_source", "answer_key"),
-        "tools_key",
+        *("tools_key", "image_key", "min_pixels", "max_pixels"),
     )
 }
 TURNS = {
@@ -81,7 +81,8 @@ def test_model_data_and_reward_stay_and_only_the_model_counts_in_a_validation():
 )
 def test_supervised_runs_keep_model_and_columns(command, columns):
     found = {path for path, key in all_keys(TREES[command].schema).items() if decides_what_is_trained(key)}
-    of_rows = DATA - {"data.reward_fn_key", "data.data_source", "data.answer_key"}
+    of_prompts = ("reward_fn_key", "data_source", "answer_key", "image_key", "min_pixels", "max_pixels")
+    of_rows = DATA - {f"data.{name}" for name in of_prompts}
     assert found == {
         *(f"model.{name}" for name in ("path", *ADAPTERS)),
         *(f"data.{name}" for name in columns),

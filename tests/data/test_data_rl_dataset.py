@@ -194,6 +194,7 @@ def config(**changes):
         "allow_special_tokens": False,
         "num_workers": None,
         "cache_dir": None,
+        **{"image_key": "auto", "min_pixels": None, "max_pixels": None, "max_images": None},
     }
     return SimpleNamespace(**(values | changes))
 
@@ -206,8 +207,7 @@ def test_create_rl_dataset_follows_the_configuration(write, tokenizer, tmp_path)
     assert row["raw_prompt"] == chat("w1 w2 w3")
     assert row["raw_prompt_ids"] == [11, 12, 13]
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
-    with pytest.raises(DataError, match=naming("processor", "object")):
-        create_rl_dataset([path], config(), tokenizer, object())
+    assert create_rl_dataset([path], config(), tokenizer, object()).pictures is None
 
 
 def test_gsm8k_goes_from_jsonl_to_batches(real_data, tmp_path):

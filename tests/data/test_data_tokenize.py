@@ -63,7 +63,7 @@ def test_raw_ids_are_the_text_alone(tokenizer):
         (["hello"], ("str 'hello'", "message 0")),
         ([{"role": "user"}], ("{'role': 'user'}", "message 0")),
         ([*chat("x"), {"role": None, "content": "x"}], ("'role': None", "message 1")),
-        ([{"role": "user", "content": ["image"]}], ("'content': ['image']", "message 0", "images")),
+        ([{"role": "user", "content": ["image"]}], ("found one 'image'", "message 0", "images")),
     ],
 )
 def test_what_is_not_a_prompt_is_described(prompt, parts, tokenizer):

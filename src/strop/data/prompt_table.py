@@ -250,7 +250,8 @@ def _may_have_parts(table: pa.Table, key: str) -> bool:
     """Return True if messages of a column may have contents that are lists with pictures."""
     if (exact := exact_name(key)) in table.column_names:
         options = pc.MatchSubstringOptions('"image')
-        return pc.call_function("match_substring", [table.column(exact)], options).true_count > 0
+        found = pc.call_function("match_substring", [table.column(exact)], options)
+        return bool(pc.call_function("any", [found]).as_py())
     kind = table.column(key).type
     kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
     place = kind.get_field_index("content") if pa.types.is_struct(kind) else -1

@@ -119,7 +119,7 @@ def prompt_problem(value: Any) -> str | None:
         role, content = fields.get("role"), fields.get("content")
         if isinstance(role, str) and isinstance(content, list):
             if problem := parts_problem(content):
-                return f"message {number}: {problem}"
+                return f"{EXPECTED}; in message {number} {problem}"
         elif not isinstance(role, str) or not (isinstance(content, str) or _only_calls(fields)):
             return f"{EXPECTED}, found {_describe(message)} as message {number}"
     return None

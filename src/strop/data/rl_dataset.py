@@ -344,12 +344,12 @@ def create_rl_dataset(
         data_source=data_config.data_source,
         tools_of=tools_of,
         processor=processor,
-        **{name: getattr(data_config, name) for name in _IMAGE_KEYS},
+        image_key=data_config.image_key,
+        min_pixels=data_config.min_pixels,
+        max_pixels=data_config.max_pixels,
+        max_images=data_config.max_images,
         **prompt_options(data_config),
     )
-
-
-_IMAGE_KEYS = ("image_key", "min_pixels", "max_pixels", "max_images")
 
 
 def prompt_options(data_config: Any) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class DataConfig(RowsConfig):
     """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_pixels: PositiveInt | None
     """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_images: PositiveInt | None
+    max_images: Annotated[PositiveInt | None, MAY_CHANGE]
     """Most pictures of a prompt; more are an error. null: the most of any row."""
     answer_key: Text | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
