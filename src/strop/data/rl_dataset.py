@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from strop.data.loader import RowDataset
-from strop.data.pictures.expand import PictureTexts, RowPictures, load_processor
+from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.data.prompt_table import (
     OWN_TOOLS,
     Files,
@@ -136,10 +136,10 @@ class RLHFDataset:
             self._table = self._table.with_tools(tools_of)
         check_columns(self._table, prompt_key, reward_fn_key)
         self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
-        self.pictures: RowPictures | None = None
+        self.pictures: PromptPictures | None = None
         if (images := self._table.images) is not None:
             bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-            self.pictures = RowPictures(self._picture_texts(processor, bounds), images)
+            self.pictures = PromptPictures(self._processor(processor, bounds), images)
             self._images = image_columns(self._table, images, max_images)
         self._tokens = tokenize_table(
             self._table,
@@ -162,8 +162,8 @@ class RLHFDataset:
         if self.pictures is not None:
             self._check_first_pictures(self.pictures)
 
-    def _picture_texts(self, processor: Any, bounds: Mapping[str, int | None]) -> PictureTexts:
-        """Return the texts of the rows' pictures; raise where the model or the settings have none."""
+    def _processor(self, processor: Any, bounds: Mapping[str, int | None]) -> Any:
+        """Return the processor of the rows' pictures; raise where model or settings allow none."""
         images = self._table.images or ()
         first = next(row for row, own in enumerate(images) if own)
         if self.truncation != "error":
@@ -180,9 +180,9 @@ class RLHFDataset:
                 f"the row has {len(images[first])} pictures, and the model in {name} is of text alone: use a "
                 "model of images and text, or a data set without pictures",
             )
-        return PictureTexts(processor)
+        return processor
 
-    def _check_first_pictures(self, pictures: RowPictures) -> None:
+    def _check_first_pictures(self, pictures: PromptPictures) -> None:
         """Decode the pictures of the first row of each data source that has some."""
         sources = [""] * len(self._table)
         if self.reward_fn_key in self._table.names:
@@ -192,7 +192,7 @@ class RLHFDataset:
             if pictures.images[row] and source not in first:
                 first[source] = row
                 name, number = self._table.locate(row)
-                pictures.texts.check(pictures.images[row], f"{name}, row {number}")
+                pictures.check(pictures.images[row], f"{name}, row {number}")
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 from strop.config.machine import usable_cores
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, progress_bar
-from strop.data.pictures.expand import RowPictures
+from strop.data.pictures.expand import PromptPictures
 from strop.data.prompt_table import OWN_TOOLS, PromptTable, with_exact
 from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
 from strop.data.records import exact_name
@@ -92,7 +92,7 @@ def tokenize_table(
     how: PromptFormat = AUTO,
     num_workers: int | None = None,
     cache_dir: str | Path | None = None,
-    pictures: RowPictures | None = None,
+    pictures: PromptPictures | None = None,
 ) -> TokenizedPrompts:
     """Return token ids of the column ``prompt_key``, from the cache below ``cache_dir`` (None: no cache).
 
@@ -133,7 +133,7 @@ def _require_rendered_tools(
     tokenizer: Any,
     prompt_key: str,
     how: PromptFormat,
-    pictures: RowPictures | None,
+    pictures: PromptPictures | None,
 ) -> None:
     """Raise ``DataError`` if the first prompt that has tools has the same tokens without them.
 
@@ -202,7 +202,7 @@ def _encode_all(
     workers: int,
     advance: Advance,
     has_tools: bool,
-    pictures: RowPictures | None,
+    pictures: PromptPictures | None,
 ) -> list[Chunk]:
     def chunks_of_values() -> Iterator[tuple[list[Any], Encode]]:
         for start in range(0, len(table), CHUNK_ROWS):
@@ -300,7 +300,7 @@ def _cache_path(
     encode: Encode,
     how: PromptFormat,
     cache_dir: str | Path,
-    pictures: RowPictures | None,
+    pictures: PromptPictures | None,
 ) -> Path:
     key = {
         # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed;
@@ -310,7 +310,7 @@ def _cache_path(
         "format": dataclasses.asdict(how),
         "values": list(map(_digest, columns)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        **({} if pictures is None else {"pictures": pictures.key()}),
+        **({} if pictures is None else {"pictures": pictures.digest()}),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(cache_dir) / "tokens" / f"{name}.npz"

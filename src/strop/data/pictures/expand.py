@@ -14,19 +14,32 @@ from strop.data.pictures.parts import Expansion
 from strop.errors import DataError, ModelError, raised_as
 
 
-class PictureTexts:
-    """Texts of pictures in prompts; each depends on the picture's size alone."""
+class PromptPictures:
+    """Pictures of prompts as text; the text of each depends on its size alone.
 
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
+    ``images`` are the digests of each row of a data set.
+    """
+
+    def __init__(self, processor: Any, images: Sequence[Sequence[int]] = ()) -> None:
+        self.processor, self.images = processor, images
         self.placeholder: str = getattr(processor, "image_token", None) or ""
         if not self.placeholder:
             raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")
         self._texts: dict[tuple[int, int], str] = {}
 
-    def expansion(self, digests: Sequence[int]) -> Expansion:
-        """Return the texts of a row's pictures; the processor runs once for each size, on a blank one."""
-        return Expansion(self.placeholder, tuple(map(self._text_of, digests)))
+    def expansions(self, start: int, stop: int) -> list[Expansion]:
+        """Return those of rows ``start`` to ``stop``; the processor runs once for each size of picture."""
+        rows = self.images[start:stop]
+        return [Expansion(self.placeholder, tuple(map(self._text_of, row))) for row in rows]
+
+    def digest(self) -> str:
+        """Return a digest of the pictures of all rows and of what makes tokens and pixels of them.
+
+        It begins with the name of the processor's back-end, whose pixels differ.
+        """
+        settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
+        whole = hashlib.sha256(f"{settings} {[list(row) for row in self.images]}".encode()).hexdigest()
+        return f"{type(self.processor.image_processor).__name__} {whole[:16]}"
 
     def check(self, digests: Sequence[int], where: str) -> None:
         """Raise :class:`DataError` for a picture that cannot be decoded.
@@ -56,12 +69,6 @@ class PictureTexts:
             short, rest = [*short, *rest[:start], placeholder], rest[start + len(tokens) :]
         return [*short, *rest]
 
-    def settings(self) -> str:
-        """Return the back-end's name, and a digest of all that decides the tokens and pixels of a picture."""
-        text = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
-        backend = type(self.processor.image_processor).__name__
-        return f"{backend} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
     def _text_of(self, digest: int) -> str:
         from PIL import Image
 
@@ -79,26 +86,6 @@ class PictureTexts:
         if not (offsets := found.get("text_replacement_offsets")):
             raise ModelError(f"{kind} does not write the tokens of a picture; this family is not supported")
         return offsets[0][0]["replacement"]
-
-
-class RowPictures:
-    """Pictures of the rows of a data set; ``images`` are the digests of each row's."""
-
-    def __init__(self, texts: PictureTexts, images: Sequence[Sequence[int]]) -> None:
-        self.texts, self.images = texts, images
-
-    def expansions(self, start: int, stop: int) -> list[Expansion]:
-        """Return the expansions of rows ``start`` to ``stop``."""
-        return [self.texts.expansion(row) for row in self.images[start:stop]]
-
-    def key(self) -> str:
-        """Return a digest of all that decides the tokens of the pictures."""
-        sizes = [[pictures.size(digest) for digest in row] for row in self.images]
-        return hashlib.sha256(f"{self.texts.settings()} {sizes}".encode()).hexdigest()
-
-    def digest(self) -> str:
-        """Return a digest of the pictures, and of how they are processed."""
-        return f"{self.texts.settings()} {hashlib.sha256(repr(self.images).encode()).hexdigest()[:16]}"
 
 
 def load_processor(

@@ -66,7 +66,9 @@ def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     if any(map(is_place, content)):
-        raise PromptError(0, "found a picture, expected text alone")
+        raise PromptError(
+            0, "found a part of the type image, expected text: no row has pictures, or none is supported here"
+        )
     return "".join(part["text"] for part in content)
 
 

@@ -1,0 +1,556 @@
+"""Prompts with pictures: forms of rows, token ids, damaged pictures, batches."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+
+from strop import pictures
+from strop.config.load import load_config
+from strop.data.answers import AnsweredDataset
+from strop.data.build import build_loaders
+from strop.data.loader import EpochSampler, collate
+from strop.data.pictures.expand import load_processor
+from strop.data.rl_dataset import RLHFDataset, pictures_digest
+from strop.data.sources import Rows, fingerprint
+from strop.errors import CheckpointError, DataError, ModelError
+from strop.models.folder import load_tokenizer
+
+import picture_models
+import tiny_model
+from messages import mentions, naming
+from picture_models import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Return the folder of a family's model, made once."""
+    known: dict[str, Path] = {}
+
+    def made(kind: str) -> Path:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            known[kind] = picture_models.make(kind, folder, split=True)
+        return known[kind]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(folder_of):
+    return lambda kind: load_tokenizer(folder_of(kind))
+
+
+@pytest.fixture
+def tokenizer(tokenizer_of):
+    return tokenizer_of("qwen2_5_vl")
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def dataset(source: Any, tokenizer: Any, **options: Any) -> RLHFDataset:
+    source = source if isinstance(source, str | Path | Rows) else Rows("rows", source)
+    return RLHFDataset(source, tokenizer, **{"max_prompt_length": 2000, "data_source": "x", **options})
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def processors_ids(folder: Path, tokenizer: Any, chat: list[dict[str, Any]], images: list[Any]) -> list[int]:
+    """Return the ids of a chat by the processor's own call on the real pictures."""
+    processor = load_processor(folder, tokenizer)
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return [*processor(images=[images] if images else None, text=[rendered])["input_ids"][0]]
+
+
+def check_ids(folder: Path, tokenizer: Any, n_rows: int, largest: int) -> None:
+    """Compare ids of rows with 0 to 3 pictures of random sizes, in three forms, with the processor's."""
+    draw = np.random.default_rng(0)
+    rows, expected = [], []
+    for number in range(n_rows):
+        sizes = draw.integers(8, largest, (number % 4, 2))
+        images = [picture(*size, seed) for seed, size in enumerate(sizes)]
+        parts = [text(f"red {number} \n")]
+        for image in range(len(images)):
+            parts += [{"type": "image"}, text(f"\n blue{image}")]
+        form = number // 4 % 3
+        if form == 1:  # marks
+            given: Any = "".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
+        elif form == 2:  # before the first user's text
+            given = "red\n"
+            parts = [{"type": "image"}] * len(images) + [text(given)]
+        else:
+            given = parts
+        system = {"role": "system", "content": "colour"}
+        rows.append({"prompt": [system, *user(given)], "images": images})
+        chat = [{**system, "content": [text("colour")]}, *user(parts)]
+        expected.append(processors_ids(folder, tokenizer, chat, images))
+    found = dataset(rows, tokenizer)
+    assert [row["input_ids"].tolist() for row in map(found.__getitem__, range(n_rows))] == expected
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_ids_are_those_of_the_processors_own_call(kind, folder_of, tokenizer_of):
+    check_ids(folder_of(kind), tokenizer_of(kind), n_rows=24, largest=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_ids_of_many_sizes_are_those_of_the_processors_own_call(kind, folder_of, tokenizer_of):
+    check_ids(folder_of(kind), tokenizer_of(kind), n_rows=134, largest=600)  # 200 pictures
+
+
+@pytest.mark.parametrize("with_picture", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_placeholders_in_a_users_text_are_text(kind, with_picture, tokenizer_of):
+    tokenizer = tokenizer_of(kind)
+    names = [name for name in tokenizer.get_added_vocab() if name not in tokenizer.chat_template]
+    words = "".join(["<image>", "<|image_pad|>", "<image_soft_token>", *names])
+    own = [{"prompt": user([{"type": "image"}, text("red")]), "images": [picture(30, 30)]}]
+    typed = [{"prompt": user([{"type": "image"}, text(f"red{words}")]), "images": [picture(30, 30)]}]
+    if not with_picture:
+        own = [*own, {"prompt": user("red"), "images": []}]
+        typed = [*own[:1], {"prompt": user(f"red{words}"), "images": []}]
+    before, after = (dataset(rows, tokenizer)[len(rows) - 1]["input_ids"].tolist() for rows in (own, typed))
+    special = set(tokenizer.added_tokens_decoder)
+    assert [token for token in after if token in special] == [token for token in before if token in special]
+    assert words in tokenizer.decode(after)
+
+
+def test_text_about_the_mark_stays_text_without_pictures(tokenizer):
+    found = dataset([{"prompt": user("the tag <image>")}], tokenizer)
+    assert "<image>" in tokenizer.decode(found[0]["input_ids"])
+    assert "images" not in found[0]
+
+
+def test_a_batch_has_the_digests_in_the_order_of_the_places(tokenizer):
+    images = [picture(30, 30, seed) for seed in range(3)]
+    rows = [
+        {"prompt": user("<image>red<image>"), "images": images[:2]},
+        {"prompt": user("red"), "images": None},
+        {"prompt": user("red"), "images": images[2:]},
+    ]
+    digests = [pictures.hold(encoded(image, compress_level=1)) for image in images]
+    for options, width in (({}, 2), ({"max_images": 3}, 3)):
+        found = dataset(rows, tokenizer, **options)
+        batch = collate([found[row] for row in range(3)], pad_token_id=0, max_prompt_length=100)
+        expected = torch.zeros(3, width, dtype=torch.int64)
+        expected[0, :2], expected[2, 0] = torch.tensor(digests[:2]), digests[2]
+        assert torch.equal(batch.batch["images"], expected)
+        assert "images" not in batch.non_tensor_batch
+    with pytest.raises(
+        DataError, match=r"rows:rows, row 0, field images: .* 2 pictures, data.max_images is 1"
+    ):
+        dataset(rows, tokenizer, max_images=1)
+
+
+def test_ids_for_vllm_have_one_placeholder_for_each_picture(tokenizer):
+    rows = [{"prompt": user("<image>red<image><image>blue"), "images": [picture(60, 40)] * 3}]
+    found = dataset(rows, tokenizer)
+    ids = found[0]["input_ids"].tolist()
+    short = found.pictures.unexpanded(ids, found[0]["images"].tolist())
+    placeholder = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    chat = user([{"type": "image"}, text("red"), {"type": "image"}, {"type": "image"}, text("blue")])
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert short == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert short.count(placeholder) == 3
+    with pytest.raises(ValueError, match="not in the prompt"):
+        found.pictures.unexpanded(short, found[0]["images"].tolist())
+
+
+class Forms:
+    """The same two rows in forms of others' data; pixels are those of lossless files."""
+
+    words = ("red", "blue")
+    images = (picture(40, 30, 1), picture(30, 50, 2))
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = [encoded(image, compress_level=1) for image in self.images]
+
+    def verl(self) -> Path:
+        """Return the parquet file of verl's and EasyR1's scripts: marks, and records of bytes and path."""
+        rows = [
+            {"prompt": user(f"<image>{word}"), "images": [{"bytes": file, "path": None}], "data_source": "x"}
+            for word, file in zip(self.words, self.files, strict=True)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), self.folder / "verl.parquet")
+        return self.folder / "verl.parquet"
+
+    def trl(self) -> pa.Table:
+        """Return what a data set of TRL stores for a column of the feature Image."""
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        images = pa.array([{"bytes": file, "path": "a.png"} for file in self.files], kind)
+        return pa.table({"prompt": [user(word) for word in self.words], "image": images})
+
+    def objects(self) -> list[dict[str, Any]]:
+        """Return rows in memory: an image of Pillow, and an array in a part."""
+        array = np.asarray(self.images[1])
+        return [
+            {"prompt": user(self.words[0]), "images": [self.images[0]]},
+            {"prompt": user([{"type": "image", "image": array}, text(self.words[1])]), "images": []},
+        ]
+
+    def openai(self) -> Path:
+        """Return JSON lines of chats with data URLs, one of them in the plain form."""
+        parts = ({"type": "image_url", "image_url": {"url": url(self.files[0])}}, {"type": "image_url"})
+        parts[1]["image_url"] = url(self.files[1])
+        chats = (user([part, text(word)]) for part, word in zip(parts, self.words, strict=True))
+        return write_jsonl(self.folder / "openai.jsonl", [{"prompt": chat} for chat in chats])
+
+    def paths(self) -> Path:
+        """Return JSON lines with paths relative to their folder, one of them in a part."""
+        for number, file in enumerate(self.files):
+            (self.folder / f"{number}.png").write_bytes(file)
+        rows = [
+            {"prompt": user(self.words[0]), "images": ["0.png"]},
+            {"prompt": user([{"type": "image", "image": "1.png"}, text(self.words[1])])},
+        ]
+        return write_jsonl(self.folder / "paths.jsonl", rows)
+
+
+def test_equal_rows_of_other_forms_are_equal_batches(tokenizer, tmp_path):
+    forms = Forms(tmp_path)
+    batches = {}
+    for name in ("verl", "trl", "objects", "openai", "paths"):
+        found = dataset(getattr(forms, name)(), tokenizer)
+        rows = [found[row] for row in range(2)]
+        assert all(set(row) & {"image", "images"} == {"images"} for row in rows)
+        batches[name] = collate(
+            [{key: row[key] for key in ("input_ids", "images")} for row in rows],
+            pad_token_id=0,
+            max_prompt_length=64,
+        ).batch
+    assert batches["verl"]["images"].shape == (2, 1)
+    for name, batch in batches.items():
+        for key in ("input_ids", "attention_mask", "images"):
+            assert torch.equal(batch[key], batches["verl"][key]), (name, key)
+
+
+def test_paths_of_plain_prompts(tokenizer, tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(picture(30, 30)))
+    source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "red", "image": "a.png"}, {"prompt": "blue"}])
+    found = dataset(source, tokenizer)
+    assert (found[0]["images"] > 0).tolist() == [True]
+    assert found[1]["images"].tolist() == [0]
+    content = [{"type": "image"}, text("red")]
+    expected = processors_ids(Path(tokenizer.name_or_path), tokenizer, user(content), [picture(30, 30)])
+    assert found[0]["input_ids"].tolist() == expected
+    own = dataset(source, tokenizer, return_raw_chat=True, return_raw_input_ids=True)[0]
+    assert own["raw_prompt"] == user("red")
+    assert tokenizer.decode(own["raw_prompt_ids"]) == "red"
+
+
+def test_pictures_in_parts_do_not_stay_in_the_rows(tokenizer):
+    rows = [{"prompt": user([{"type": "image", "image": picture(30, 30)}, text("red")])}]
+    row = dataset(rows, tokenizer, return_raw_input_ids=True)[0]
+    assert row["prompt"] == user([{"type": "image"}, text("red")])
+    assert tokenizer.decode(row["raw_prompt_ids"]) == "red"
+    content = [{"type": "image", "image": {"bytes": encoded(picture(30, 30)), "path": None}}, text("red")]
+    mixed = [{"prompt": user(content)}, {"prompt": user("red")}]
+    found = dataset(mixed, tokenizer)
+    assert [row.tolist() != [0] for row in (found[0]["images"], found[1]["images"])] == [True, False]
+
+
+def test_pictures_in_parts_and_in_the_column_have_their_own_places(tokenizer):
+    first, second = picture(30, 30, 1), picture(30, 30, 2)
+    parts = [{"type": "image"}, {"type": "image", "image": second}, text("red")]
+    found = dataset([{"prompt": user(parts), "images": [first]}], tokenizer)
+    digests = [pictures.hold(encoded(image, compress_level=1)) for image in (first, second)]
+    assert found[0]["images"].tolist() == digests
+
+
+DAMAGED = {
+    "no picture": (b"not found", "expected a picture"),
+    "0 x 0": (b"", "an empty file"),
+    "aspect": (encoded(picture(402, 2)), "402 x 2"),
+    "animated": (
+        encoded(picture(4, 4), "GIF", save_all=True, append_images=[picture(4, 4, 1)]),
+        "several frames",
+    ),
+    "pixels": (encoded(picture(50, 50)), "exceeds limit of 2400 pixels"),
+    "truncated": (encoded(picture(40, 40))[:-1000], "the picture is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("form", ["path", "bytes"])
+def test_a_damaged_picture_is_named_with_file_row_and_entry(damage, form, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2400)
+    content, found = DAMAGED[damage]
+    good = encoded(picture(20, 20))
+    (tmp_path / "good.png").write_bytes(good)
+    (tmp_path / "bad.png").write_bytes(content)
+    values = ["good.png", "bad.png"] if form == "path" else [url(good), url(content)]
+    rows = [{"prompt": "red", "images": [], "data_source": "a"}]
+    rows += [{"prompt": "red", "images": values, "data_source": "b"}]
+    source = write_jsonl(tmp_path / "r.jsonl", rows)
+    with pytest.raises(DataError, match=naming("r.jsonl, row 1, field images, picture 1", found)) as error:
+        dataset(source, tokenizer)
+    assert form == "bytes" or mentions(str(error.value), "bad.png")
+
+
+def test_a_picture_that_fails_at_first_use_has_the_same_error(tokenizer):
+    rows = [{"prompt": "red", "images": [picture(20, 20)]}]
+    rows += [{"prompt": "red", "images": [url(encoded(picture(40, 41))[:-1000])]}]
+    digest = int(dataset(rows, tokenizer)[1]["images"][0])
+    with pytest.raises(DataError, match=naming("rows:rows, row 1, field images, picture 0", "damaged")):
+        pictures.opened(digest)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"images": ["https://example.org/a.png"]}, ("https://example.org", "not downloaded")),
+        ({"images": ["none.png"]}, ("none.png", "No such file", "row 0, field images, picture 0")),
+        ({"images": [5]}, ("found int 5",)),
+        ({"images": ["data:image/png;base64,%%"]}, ("not base64",)),
+        ({"images": ["data:image/png,abc"]}, ("expected data:image/...;base64",)),
+        ({"images": [np.zeros((4, 4, 7), dtype=np.uint8)]}, ("rows:rows, row 0", "no picture of a prompt")),
+        ({"images": [Image.new("RGB", (0, 0))]}, ("rows:rows, row 0", "no picture of a prompt")),
+        ({"videos": ["a.mp4"]}, ("'videos'", "only text and images")),
+        ({"prompt": user([{"type": "video"}])}, ("message 0", "'video'", "row 0")),
+        ({"prompt": user([{"type": "image"}])}, ("row 0", "type image", "no row has pictures")),
+        (
+            {"prompt": user("<image><image>"), "images": [picture(9, 9)]},
+            ("2 marks <image>", "1 pictures", "row 0"),
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "red"}], "images": [picture(9, 9)]},
+            ("no message of the user",),
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else "row",
+)
+def test_what_cannot_be_used_is_named(row, found, tokenizer):
+    rows = [{"prompt": "red", "images": [picture(20, 20)]}, {"prompt": "red"}]
+    with pytest.raises(DataError, match=naming(*found)):
+        dataset(
+            [{**rows[1], **row}, *rows] if "prompt" not in row else [row, {"prompt": user("x")}], tokenizer
+        )
+
+
+def test_pictures_and_a_model_of_text_alone(tmp_path):
+    tiny_model.save(tmp_path)
+    rows = [{"prompt": "red"}, {"prompt": "red", "images": [picture(20, 20)]}]
+    with pytest.raises(DataError, match=naming("rows:rows, row 1", str(tmp_path), "of text alone")):
+        dataset(rows, load_tokenizer(tmp_path))
+
+
+def test_a_model_without_the_files_of_its_processor(folder_of, tmp_path):
+    for file in folder_of("llava").iterdir():
+        if file.name != "processor_config.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match="no processor of pictures can be loaded"):
+        dataset([{"prompt": "red", "images": [picture(20, 20)]}], load_tokenizer(tmp_path))
+
+
+def test_a_prompt_with_pictures_is_not_cut(tokenizer):
+    rows = [{"prompt": "red", "images": [picture(100, 100)]}, {"prompt": "red", "images": []}]
+    with pytest.raises(DataError, match=naming("data.truncation=left", "filter_overlong_prompts")):
+        dataset(rows, tokenizer, truncation="left")
+    with pytest.raises(DataError, match=naming("row 0", "1 of 2 rows are too long")):
+        dataset(rows, tokenizer, max_prompt_length=20)
+    assert len(dataset(rows, tokenizer, max_prompt_length=20, filter_overlong_prompts=True)) == 1
+
+
+def test_pictures_in_answers_are_refused(tokenizer):
+    answer = [{"role": "assistant", "content": [{"type": "image", "image": url(encoded(picture(9, 9)))}]}]
+    options = {"max_prompt_length": 99, "max_response_length": 9}
+    for rows in (
+        [{"prompt": "red", "response": answer}],
+        [{"prompt": user([{"type": "image"}]), "response": "red"}],
+        [{"prompt": "red", "response": "red", "images": [url(encoded(picture(9, 9)))]}],
+    ):
+        with pytest.raises(DataError, match=r"row 0, .*type image, expected text|only text is supported"):
+            AnsweredDataset(
+                Rows("rows", rows),
+                tokenizer,
+                prompt_key="prompt",
+                answer_keys={"response": "response"},
+                **options,
+            )
+
+
+def test_a_template_that_writes_no_placeholder(tokenizer_of):
+    tokenizer = tokenizer_of("qwen2_5_vl")
+    tokenizer.chat_template = picture_models.TEMPLATE.replace("PLACEHOLDER", "")
+    with pytest.raises(DataError, match=naming("<|image_pad|>", "0 times for 1 pictures", "chat_template")):
+        dataset([{"prompt": "red", "images": [picture(20, 20)]}], tokenizer)
+
+
+def test_bounds_of_pixels(tokenizer, tokenizer_of):
+    rows = [{"prompt": "red", "images": [picture(100, 100)]}]
+    lengths = [
+        len(dataset(rows, tokenizer, **options)[0]["input_ids"])
+        for options in ({"max_pixels": 28 * 28}, {}, {"min_pixels": 112 * 112, "max_pixels": 112 * 112})
+    ]
+    rest = lengths[0] - 1
+    assert lengths == [rest + 1, rest + 16, rest + 16]
+    assert (
+        len(
+            dataset([{"prompt": "red", "images": [picture(30, 30)]}], tokenizer, min_pixels=112 * 112)[0][
+                "input_ids"
+            ]
+        )
+        == rest + 16
+    )
+    with pytest.raises(
+        DataError, match=naming("data.max_pixels", "SmolVLMImageProcessor", "no bound of pixels")
+    ):
+        dataset(rows, tokenizer_of("smolvlm"), max_pixels=784)
+
+
+def test_cached_ids_are_those_of_the_pictures_and_their_processing(tokenizer, tmp_path):
+    def lengths(size: int, **options: Any) -> list[int]:
+        rows = [{"prompt": "red", "images": [picture(size, size)]}]
+        return (
+            dataset(rows, tokenizer, cache_dir=tmp_path, **options).token_lengths()["prompt"].lengths.tolist()
+        )
+
+    first = lengths(60)
+    assert lengths(100) != first == lengths(60) != lengths(60, max_pixels=784)
+    assert len(list((tmp_path / "tokens").iterdir())) == 3
+
+
+def test_a_resume_on_other_pictures_is_an_error(tokenizer, tmp_path):
+    def digest(seed: int, **options: Any) -> str | None:
+        return pictures_digest(
+            dataset([{"prompt": "red", "images": [picture(30, 30, seed)]}], tokenizer, **options)
+        )
+
+    first = digest(1)
+    assert first == digest(1)
+    assert first != digest(2)
+    assert first != digest(1, max_pixels=784)
+    assert first.startswith("Qwen2VLImageProcessor")
+    assert pictures_digest(dataset([{"prompt": "red"}], tokenizer)) is None
+    state = EpochSampler(4, 2, 0, pictures=first).state_dict()
+    EpochSampler(4, 2, 0, pictures=digest(1)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="pictures: Qwen2VLImageProcessor"):
+        EpochSampler(4, 2, 0, pictures=digest(2)).load_state_dict(state)
+    assert "pictures" not in EpochSampler(4, 2, 0).state_dict()
+
+
+def test_loaders_of_a_configuration_have_the_pictures(folder_of, tokenizer):
+    rows = [{"prompt": "red", "images": [picture(30, 30)], "answer": "a"}] * 4
+    keys = [f"actor_rollout_ref.model.path={folder_of('qwen2_5_vl')}", "data.train_files=[rows:train]"]
+    keys += ["data.train_batch_size=2", "data.answer_key=answer", "data.data_source=x", "data.max_images=2"]
+    train, _ = build_loaders(load_config(keys), tokenizer, None, None, rows=[Rows("train", rows)])
+    assert next(iter(train)).batch["images"].shape == (2, 2)
+    assert train.batches.state_dict()["pictures"] == pictures_digest(train.dataset)
+
+
+def test_rows_in_memory_have_a_digest(tokenizer):
+    first, second = ([{"prompt": "red", "images": [picture(9, 9, seed)]}] for seed in (1, 2))
+    assert fingerprint(Rows("a", first)) == fingerprint(Rows("b", first)) != fingerprint(Rows("a", second))
+
+
+TEXTS_IN_PARTS_ALONE = (
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def test_texts_reach_a_template_that_reads_parts_alone(tokenizer_of):
+    tokenizer = tokenizer_of("smolvlm")
+    tokenizer.chat_template = TEXTS_IN_PARTS_ALONE
+    found = dataset([{"prompt": "red"}], tokenizer)
+    assert tokenizer.decode(found[0]["input_ids"]) == "user:red"
+
+
+def test_parts_of_text_are_joined_for_a_model_of_text(tokenizer):
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    found = dataset([{"prompt": user([text("red "), text("blue")])}, {"prompt": user("red")}], tokenizer)
+    assert [tokenizer.decode(found[row]["input_ids"]) for row in range(2)] == ["red blue", "red"]
+
+
+def test_a_begin_token_that_the_template_does_not_write_is_added_as_by_the_processor(folder_of, tokenizer_of):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer: PreTrainedTokenizerFast = tokenizer_of("llava")
+    tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.bos_token_id)]
+    )
+    chat = user([{"type": "image"}, text("red")])
+    ids = dataset([{"prompt": chat, "images": [picture(30, 30)]}], tokenizer)[0]["input_ids"].tolist()
+    assert ids == processors_ids(folder_of("llava"), tokenizer, chat, [picture(30, 30)])
+    assert ids[0] == tokenizer.bos_token_id
+
+
+def test_rows_from_elsewhere_name_no_files_outside_of_their_folder(tokenizer, tmp_path, monkeypatch):
+    from strop.data import prompt_table
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(encoded(picture(20, 20)))
+    (tmp_path / "b.png").write_bytes(encoded(picture(20, 20)))
+    monkeypatch.setattr(prompt_table, "folder_of", lambda *_: (tmp_path / "in", True))
+    dataset([{"prompt": "red", "images": ["a.png"]}], tokenizer)
+    for name in ("../b.png", str(tmp_path / "b.png")):
+        with pytest.raises(DataError, match=naming(name, "may only name files in")):
+            dataset([{"prompt": "red", "images": [name]}], tokenizer)
+
+
+def test_rows_of_text_do_not_import_pillow(tmp_path):
+    source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": user("red"), "data_source": "x"}])
+    code = (
+        "import sys; from strop.data.prompt_table import read_prompt_table\n"
+        "from strop.data.sources import Rows, read_table\n"
+        f"table = read_prompt_table({str(source)!r}, image_key='auto')\n"
+        "read_table(Rows('a', table.table.to_pylist())); print('PIL' in sys.modules, table.images)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False None\n"
+
+
+@pytest.mark.slow
+def test_a_data_set_of_many_pictures_is_read_from_their_headers(tokenizer, tmp_path):
+    draw = np.random.default_rng(0)
+    files = [encoded(picture(*draw.integers(200, 800, 2), seed), "JPEG", quality=50) for seed in range(40)]
+    for number in range(4000):
+        # a comment behind the end makes the files differ
+        (tmp_path / f"{number}.jpg").write_bytes(files[number % 40] + str(number).encode())
+    rows = [{"prompt": "<image>red", "images": [f"{number}.jpg"]} for number in range(4000)]
+    source, begin = write_jsonl(tmp_path / "r.jsonl", rows), time.process_time()
+    found = dataset(source, tokenizer)
+    assert time.process_time() - begin < 20
+    assert len({int(found[row]["images"][0]) for row in range(4000)}) == 4000
