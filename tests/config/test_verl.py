@@ -195,6 +195,15 @@ trainer: {balance_batch: true, resume_from_path: null, use_v1: true}
     assert config == load_config()
 
 
+def test_keys_of_pictures_are_read_by_their_names_here():
+    given = ["data.mm_processor_kwargs.min_pixels=784", "data.mm_processor_kwargs.max_pixels=3136"]
+    config = load_config([*given, f"{ROLLOUT}.limit_images=4", "data.image_key=photo"])
+    data = config.data
+    assert (data.image_key, data.min_pixels, data.max_pixels, data.max_images) == ("photo", 784, 3136, 4)
+    with pytest.raises(ConfigError, match=r"data\.min_pixels"):
+        load_config(["data.mm_processor_kwargs.nframes=4"])
+
+
 def test_every_key_of_0_3_0_post1_is_accepted_at_its_default_there():
     unlike_here = {
         f"{ACTOR}.checkpoint.contents": "[model,hf_model,optimizer,extra]",

@@ -345,6 +345,10 @@ def test_a_picture_that_fails_at_first_use_has_the_same_error(tokenizer):
         ({"images": ["data:image/png,abc"]}, ("expected data:image/...;base64",)),
         ({"images": [np.zeros((4, 4, 7), dtype=np.uint8)]}, ("rows:rows, row 0", "no picture of a prompt")),
         ({"images": [Image.new("RGB", (0, 0))]}, ("rows:rows, row 0", "no picture of a prompt")),
+        (
+            {"prompt": user([{"type": "image_url", "image_url": {"url": "http://a/b.png"}}])},
+            ("row 0, field prompt, picture 0", "http://a/b.png", "not downloaded"),
+        ),
         ({"videos": ["a.mp4"]}, ("'videos'", "only text and images")),
         ({"prompt": user([{"type": "video"}])}, ("message 0", "'video'", "row 0")),
         ({"prompt": user([{"type": "image"}])}, ("row 0", "type image", "no row has pictures")),

@@ -192,8 +192,9 @@ def read_prompt_table(
             if column not in table.column_names:
                 table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
         if image_key is not None:
-            reader = Reader(name, partial(folder_of, source, cache_dir))
-            table, digests = _with_pictures(table, reader, prompt_key, image_key)
+            table, digests = _with_pictures(
+                name, table, partial(folder_of, source, cache_dir), prompt_key, image_key
+            )
             images += digests
         tables.append(table)
     what = f"the columns of {', '.join(names)} have types that cannot be joined"
@@ -221,7 +222,11 @@ _PICTURE_ROWS = 100
 
 
 def _with_pictures(
-    table: pa.Table, reader: Reader, prompt_key: str, image_key: str
+    name: str,
+    table: pa.Table,
+    folder: Callable[[], tuple[Path, bool]],
+    prompt_key: str,
+    image_key: str,
 ) -> tuple[pa.Table, list[Sequence[int]]]:
     """Return ``table`` without its pictures, and the digests of each row's."""
     names = [
@@ -231,13 +236,14 @@ def _with_pictures(
     has_parts = _may_have_parts(table, prompt_key)
     if column is None and not has_parts:
         return table, [()] * len(table)
+    reader = Reader(name, folder, prompt_key, column or "")
     digests, prompts, changed = [], [], False
     for start in range(0, len(table), _PICTURE_ROWS):
         rows = table.slice(start, _PICTURE_ROWS)
         chats = _values(rows, prompt_key) if has_parts else [None] * len(rows)
         values = _values(rows, column) if column is not None else [None] * len(rows)
         for row, (chat, value) in enumerate(zip(chats, values, strict=True), start):
-            found, messages = reader.row(row, column or "", value, chat)
+            found, messages = reader.row(row, value, chat)
             digests.append(found)
             prompts.append(messages)
             changed = changed or messages is not chat

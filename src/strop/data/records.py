@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from strop.data.pictures.read import storable
 from strop.errors import DataError, raised_as
 
 CHUNK_ROWS = 50_000
@@ -159,11 +160,16 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
         try:
             return _joined(_tables(name, records(), wanted))
         except (pa.ArrowException, OverflowError) as error:
-            mixed, as_json = _mixed(name, records())
-            if not (mixed or as_json):
-                raise DataError(f"{name}: the rows have values that do not fit together: {error}") from error
+
+            def stored() -> Iterator[Located]:
+                return ((place, storable(record, f"{name}, {place}")) for place, record in records())
+
+            mixed, as_json = _mixed(name, stored())
             answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))
-            return _joined(_tables(name, records(), _tree(mixed, wanted, as_json), answers))
+            try:
+                return _joined(_tables(name, stored(), _tree(mixed, wanted, as_json), answers))
+            except (pa.ArrowException, OverflowError):
+                raise DataError(f"{name}: the rows have values that do not fit together: {error}") from error
 
 
 def table_of(name: str, rows: Sequence[Any], texts: Collection[str] = ()) -> pa.Table:

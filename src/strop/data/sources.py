@@ -27,7 +27,6 @@ import xxhash
 
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, similar_path, with_split
 from strop.data.fetch import local_path
-from strop.data.pictures.read import storable
 from strop.data.records import CHUNK_ROWS, json_records, open_data, records_table, table_of, to_rows
 from strop.errors import DataError, MissingExtraError, raised_as
 from strop.manifest import require_below
@@ -447,4 +446,4 @@ def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:
             f"found {type(data).__module__}.{type(data).__name__}"
         )
     with reading(str(rows)):
-        return table_of(str(rows), list(storable(str(rows), data)), texts)
+        return table_of(str(rows), data, texts)

@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,26 @@ def has_values(values: pa.ChunkedArray) -> bool:
 
 
 class Reader:
-    """Pictures of one source; see ``folder_of`` about ``folder``."""
+    """Pictures of one source in the columns ``key`` and ``prompt_key``; ``folder``: see ``folder_of``."""
 
-    def __init__(self, name: str, folder: Callable[[], tuple[Path, bool]]) -> None:
-        self._name, self._folder = name, folder
+    def __init__(self, name: str, folder: Callable[[], tuple[Path, bool]], prompt_key: str, key: str) -> None:
+        self._name, self._folder, self._prompt_key, self._key = name, folder, prompt_key, key
 
-    def row(self, row: int, key: str, value: Any, messages: Any) -> tuple[list[int], Any]:
+    def row(self, row: int, value: Any, messages: Any) -> tuple[list[int], Any]:
         """Return the digests of a row's pictures in the order of their places, and its messages without them.
 
         ``value`` is that of the column ``key``; messages that hold no picture are returned as they are.
         """
         entries = value if isinstance(value, list) else [] if value is None else [value]
-        found = [self._hold(entry, row, key, number) for number, entry in enumerate(entries)]
+        found = [self._hold(entry, row, self._key, number) for number, entry in enumerate(entries)]
         held = [picture_in(part) for part in places(messages)] if isinstance(messages, list) else []
         if not any(held):
             return found, messages
         column, digests = iter(found), []
         for number, picture in enumerate(held):
-            own = next(column, None) if picture is None else self._hold(picture, row, "messages", number)
+            own = (
+                next(column, None) if picture is None else self._hold(picture, row, self._prompt_key, number)
+            )
             digests += [] if own is None else [own]
         return [*digests, *column], [_without_pictures(message) for message in messages]
 
@@ -110,15 +112,14 @@ def _without_pictures(message: Any) -> Any:
     return {**message, "content": [{"type": "image"} if is_place(part) else part for part in content]}
 
 
-def storable(name: str, rows: Sequence[Any]) -> Iterator[Any]:
-    """Yield rows in memory with pictures that are objects (of PIL, or arrays) as data URLs.
+def storable(row: Any, where: str) -> Any:
+    """Return a row with pictures that are objects (of PIL, or arrays of uint8) as data URLs.
 
-    So are bytes in a part of a message: records of several types are stored as JSON. Other rows are yielded
+    So are bytes in a part of a message: records of several types are stored as JSON. Other rows are returned
     as they are.
     """
-    for number, row in enumerate(rows):
-        with raised_as(DataError, f"{name}, row {number}: an image or array is no picture of a prompt"):
-            yield _as_urls(row)
+    with raised_as(DataError, f"{where}: an image or array is no picture of a prompt"):
+        return _as_urls(row)
 
 
 def _as_urls(value: Any, in_part: bool = False) -> Any:
