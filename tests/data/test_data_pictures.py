@@ -284,9 +284,27 @@ def test_pictures_in_parts_do_not_stay_in_the_rows(tokenizer):
     assert row["prompt"] == user([{"type": "image"}, text("red")])
     assert tokenizer.decode(row["raw_prompt_ids"]) == "red"
     content = [{"type": "image", "image": {"bytes": encoded(picture(30, 30)), "path": None}}, text("red")]
-    mixed = [{"prompt": user(content)}, {"prompt": user("red")}]
-    found = dataset(mixed, tokenizer)
-    assert [row.tolist() != [0] for row in (found[0]["images"], found[1]["images"])] == [True, False]
+    for other in ("red", [text("red")]):
+        found = dataset([{"prompt": user(content)}, {"prompt": user(other)}], tokenizer)
+        assert [bool(found[row]["images"][0]) for row in range(2)] == [True, False]
+
+
+def test_files_with_and_without_pictures_are_read_together(tokenizer, tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(picture(20, 20)))
+    sources = [
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"prompt": "red", "images": images}])
+        for number, images in enumerate((["a.png"], [], None))
+    ]
+    found = RLHFDataset(sources, tokenizer, max_prompt_length=99, data_source="x")
+    assert [bool(found[row]["images"][0]) for row in range(3)] == [True, False, False]
+
+
+def test_the_column_of_pictures_has_a_name(tokenizer):
+    found = dataset([{"prompt": "red", "photo": picture(20, 20)}], tokenizer, image_key="photo")
+    assert (found[0]["images"] > 0).all()
+    assert "photo" not in found[0]
+    with pytest.raises(DataError, match=naming("'photo' (data.image_key)", "['prompt', 'data_source']")):
+        dataset([{"prompt": "red"}], tokenizer, image_key="photo")
 
 
 def test_pictures_in_parts_and_in_the_column_have_their_own_places(tokenizer):

@@ -206,6 +206,13 @@ def read_prompt_table(
             f"{', '.join(names)}: there is no column {tools_key!r} (data.tools_key); found "
             f"{visible_names(whole.column_names)}"
         )
+    if image_key not in (None, "auto", *whole.column_names) and not any(images):
+        raise DataError(
+            f"{', '.join(names)}: there is no column {image_key!r} (data.image_key); found "
+            f"{visible_names(whole.column_names)}"
+        )
+    if any(images) and COLUMNS[0] in whole.column_names and not has_values(whole.column(COLUMNS[0])):
+        whole = whole.drop_columns([COLUMNS[0]])  # of a file without pictures
     has_tools = tools_key in whole.column_names and whole.column(tools_key).null_count < len(whole)
     own_tools = tools_key if has_tools else None
     return PromptTable(whole, tuple(names), tuple(starts), own_tools, images if any(images) else None)
@@ -215,7 +222,6 @@ _ANSWERS = ("response", "chosen", "rejected")
 _TOOLS = "tools"
 OWN_TOOLS = "environment tools"
 """Name of the tools of an environment in a row."""
-
 
 _PICTURE_ROWS = 100
 """Rows whose pictures are Python objects at one time."""
@@ -254,14 +260,16 @@ def _with_pictures(
 
 def _may_have_parts(table: pa.Table, key: str) -> bool:
     """Return True if messages of a column may have contents that are lists with pictures."""
-    if (exact := exact_name(key)) in table.column_names:
-        options = pc.MatchSubstringOptions('"image')
-        found = pc.call_function("match_substring", [table.column(exact)], options)
-        return bool(pc.call_function("any", [found]).as_py())
     kind = table.column(key).type
     kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
     place = kind.get_field_index("content") if pa.types.is_struct(kind) else -1
-    return place >= 0 and pa.types.is_nested(kind.field(place).type)
+    if place < 0 or pa.types.is_nested(kind.field(place).type):
+        return place >= 0
+    if (exact := exact_name(key)) not in table.column_names:
+        return False
+    options = pc.MatchSubstringOptions('"image')
+    found = pc.call_function("match_substring", [table.column(exact)], options)
+    return bool(pc.call_function("any", [found]).as_py())
 
 
 def _with_chats(name: str, table: pa.Table, key: str, prompt_key: str) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import io
 import sys
 from collections.abc import Callable, Mapping
@@ -44,7 +45,8 @@ class Reader:
     """Pictures of one source in the columns ``key`` and ``prompt_key``; ``folder``: see ``folder_of``."""
 
     def __init__(self, name: str, folder: Callable[[], tuple[Path, bool]], prompt_key: str, key: str) -> None:
-        self._name, self._folder, self._prompt_key, self._key = name, folder, prompt_key, key
+        self._name, self._prompt_key, self._key = name, prompt_key, key
+        self._folder = functools.cache(folder)
 
     def row(self, row: int, value: Any, messages: Any) -> tuple[list[int], Any]:
         """Return the digests of a row's pictures in the order of their places, and its messages without them.
