@@ -404,6 +404,19 @@ def test_a_model_without_the_files_of_its_processor(folder_of, tmp_path):
         dataset([{"prompt": "red", "images": [picture(20, 20)]}], load_tokenizer(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm"])
+def test_a_processor_in_the_files_of_older_models(kind, folder_of, tokenizer_of, tmp_path):
+    for file in folder_of(kind).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "processor_config.json").read_text())
+    images = {**settings.pop("image_processor"), "processor_class": settings.pop("processor_class")}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    rows = [{"prompt": "red", "images": [picture(100, 60)]}]
+    found = [dataset(rows, tokenizer)[0] for tokenizer in (tokenizer_of(kind), load_tokenizer(tmp_path))]
+    assert torch.equal(found[0]["input_ids"], found[1]["input_ids"])
+
+
 def test_a_prompt_with_pictures_is_not_cut(tokenizer):
     rows = [{"prompt": "red", "images": [picture(100, 100)]}, {"prompt": "red", "images": []}]
     with pytest.raises(DataError, match=naming("data.truncation=left", "filter_overlong_prompts")):
@@ -521,7 +534,9 @@ def test_texts_reach_a_template_that_reads_parts_alone(tokenizer_of):
 
 def test_parts_of_text_are_joined_for_a_model_of_text(tokenizer):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    found = dataset([{"prompt": user([text("red "), text("blue")])}, {"prompt": user("red")}], tokenizer)
+    rows = [{"prompt": user([text("red "), text("blue")])}, {"prompt": user("red")}]
+    found = dataset(rows, tokenizer, return_raw_chat=True)
+    assert found[0]["raw_prompt"] == user("red blue")
     assert [tokenizer.decode(found[row]["input_ids"]) for row in range(2)] == ["red blue", "red"]
 
 

@@ -170,14 +170,16 @@ def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the prompt as chat messages; a plain string becomes one user message.
 
     Keys without a value are dropped: Arrow gives every message the keys of all others, and templates test for
-    presence. The content of a message that only calls tools is empty, and arguments of calls that are JSON
-    text, as in OpenAI's API, are mappings, which most templates write as JSON.
+    presence. Parts are joined if all are texts. The content of a message that only calls tools is empty, and
+    arguments of calls that are JSON text, as in OpenAI's API, are mappings, as templates expect them.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     chat = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in chat:
-        message.setdefault("content", "")  # templates add it to other texts
+        content = message.setdefault("content", "")  # templates add it to other texts
+        if isinstance(content, list) and not parts_problem(content) and not any(map(is_place, content)):
+            message["content"] = text_of(content)
     return _with_arguments(chat, _as_mapping)
 
 
@@ -379,8 +381,8 @@ def _with_contents(
     """Return messages with contents as the chat template takes them: in parts with pictures, else texts."""
     if pictures is not None:
         return with_places(chat, len(pictures.texts))
-    if any(isinstance(message["content"], list) for message in chat):
-        chat = [{**message, "content": text_of(message["content"])} for message in chat]
+    for message in chat:
+        text_of(message["content"])  # raises for a picture
     return with_places(chat, 0) if _takes_parts_alone(tokenizer) else chat
 
 
