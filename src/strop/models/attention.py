@@ -195,7 +195,7 @@ def _mask(
 @contextmanager
 def attention_set_to(model: PreTrainedModel, implementation: str) -> Generator[None]:
     """Attend with the back-end ``implementation`` in the body."""
-    before = [(part, attention_name(part)) for part in config_parts(model.config)]
+    before = [(part, attention_name(part)) for part in config_parts(model.config.get_text_config())]
     set_attention_name(model.config, implementation)
     try:
         yield

@@ -21,7 +21,8 @@ from strop import ranks
 from strop.errors import ModelError
 from strop.models.attention import is_flash, packed_attention
 from strop.models.checkpoint_layout import CheckpointLayout
-from strop.models.heads import check_causal, decoder_of, model_errors
+from strop.models.heads import check_causal, model_errors
+from strop.models.inputs import Reader
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import (
     Packing,
@@ -116,6 +117,7 @@ class RoleModel(nn.Module):
         self._may_pad, self._why_padded = packed == "auto", ""
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
+        self.reader = Reader()
         self.adapters: Adapters | None = None
         self.compiled: CompiledLayers | None = None
         self.routers = Routers.of(hugging_face_model)
@@ -290,14 +292,20 @@ class RoleModel(nn.Module):
         watching = nullcontext() if self.routers is None else self.routers.watching(batch, packing)
         with watching, nullcontext() if self.compiled is None else self.compiled.on():
             if packing is None:
-                hidden = hidden_states(self.hugging_face_model, batch).flatten(0, 1)
+                hidden = self.reader.inputs(batch).hidden_states(self.hugging_face_model).flatten(0, 1)
                 return hidden.index_select(0, places_of(chosen_BL, hidden.device))
-            hidden = packed_hidden_states(self.hugging_face_model, batch, packing)
+            inputs = self.reader.inputs(batch, packing.computed_BL)
+            hidden = packed_hidden_states(self.hugging_face_model, inputs, packing)
             return hidden.index_select(0, packing.places(chosen_BL))
 
     def scalar_head(self, hidden: Tensor) -> Tensor:
         """Return the scalar head's float32 figure [...] of hidden states [..., H]."""
         return self.hugging_face_model.get_submodule("score")(hidden).squeeze(-1).float()
+
+    def own_scores(self, batch: Mapping[str, Tensor], ids_BL: Tensor) -> Tensor:
+        """Return the scalar head's figure [B, L] at every token, by the family's own forward pass."""
+        own = self.reader.own(batch, ids_BL)
+        return self.scalar_head(self.hugging_face_model.base_model(**own, use_cache=False).last_hidden_state)
 
     def whole(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sum the outputs over the ranks that share the batch; each has zeros for tokens of other ranks."""
@@ -358,13 +366,3 @@ class Unpadded:
         """Place of the token before each response token."""
         self.last_B = mask_BL.sum(dim=1) - 1
         """Place of the last token."""
-
-
-def hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the last hidden states [B, L, H] of one forward pass of the decoder, without a cache."""
-    return decoder_of(model)(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        position_ids=batch["position_ids"],
-        use_cache=False,
-    ).last_hidden_state

@@ -21,8 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -36,6 +34,7 @@ from strop.models.loader import (
     load_failure,
     load_scorer,
     model_arguments,
+    model_class,
     persistent_buffers,
     remember_source,
     without_jitter,
@@ -111,7 +110,7 @@ class WeightSource:
 
 def defer_causal_lm(path: str | Path, **options: Any) -> tuple[PreTrainedModel, WeightSource]:
     """Build the model of ``load_causal_lm`` on the meta device; return it with the source of its weights."""
-    model = _without_weights(AutoModelForCausalLM, path, **options)
+    model = _without_weights(path, **options)
     return model, WeightSource(model, path, load=lambda: load_causal_lm(path, **options), fresh={})
 
 
@@ -119,7 +118,7 @@ def defer_scorer(
     path: str | Path, *, fresh_head_seed: int | None, **options: Any
 ) -> tuple[PreTrainedModel, WeightSource]:
     """Build the model of ``load_scorer`` on the meta device; return it with the source of its weights."""
-    model = _without_weights(AutoModelForSequenceClassification, path, num_labels=1, **options)
+    model = _without_weights(path, num_labels=1, **options)
     fresh = {}
     head = getattr(model, "score", None)
     if fresh_head_seed is not None and isinstance(head, nn.Linear) and head.bias is None:
@@ -134,14 +133,14 @@ def defer_scorer(
 def described(folder: Path) -> PreTrainedModel:
     """Build the model of a folder, which may have no weights, on the meta device."""
     architectures = json.loads((folder / "config.json").read_text())["architectures"]
-    if architectures[0].endswith("ForSequenceClassification"):
-        return _without_weights(AutoModelForSequenceClassification, folder, num_labels=1)
-    return _without_weights(AutoModelForCausalLM, folder)
+    scores = architectures[0].endswith("ForSequenceClassification")
+    return _without_weights(folder, **({"num_labels": 1} if scores else {}))
 
 
-def _without_weights(auto_class: Any, path: str | Path, **options: Any) -> PreTrainedModel:
+def _without_weights(path: str | Path, **options: Any) -> PreTrainedModel:
     try:
         arguments = model_arguments(path, **options)
+        auto_class = model_class(arguments["config"], scores="num_labels" in options)
         with _parameters_on_meta():
             model = auto_class.from_config(**arguments)
     except StropError:

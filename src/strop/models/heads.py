@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -59,6 +61,16 @@ def reason_unsupported(config: PretrainedConfig) -> str | None:
     return None
 
 
+def reads_pictures(config: PretrainedConfig) -> bool:
+    """Return True for a family with an encoder of pictures."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and "vision_config" in config.sub_configs
+
+
+def policy_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class of a policy: of the whole model in a family with pictures."""
+    return AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
+
+
 def scorer_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration with which ``AutoModelForSequenceClassification`` builds this family.
 
@@ -69,7 +81,7 @@ def scorer_config(config: PretrainedConfig) -> PretrainedConfig:
     if type(config) in known or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     with torch.device("meta"):
-        language_model = AutoModelForCausalLM.from_config(config)
+        language_model = policy_class(config).from_config(config)
     config, decoder = language_model.config, decoder_of(language_model)
     if type(config) not in known:
         # exist_ok: without it transformers silently ignores classes for its built-in configurations.

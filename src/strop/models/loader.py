@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -23,7 +23,7 @@ from transformers.utils import logging
 from strop.errors import ModelError, StropError
 from strop.models.folder import attention_for, load_model_config, locate, read_config
 from strop.models.folder import load_tokenizer as load_tokenizer  # for programs
-from strop.models.heads import reason_unsupported, scorer_config
+from strop.models.heads import policy_class, reason_unsupported, scorer_config
 from strop.models.source import Source
 
 
@@ -94,11 +94,17 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
     return nn.Module.train(module, False)
 
 
-def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[str]]:
+def model_class(config: PretrainedConfig, *, scores: bool) -> Any:
+    """Return transformers' class of a policy, or of a critic or reward model."""
+    return AutoModelForSequenceClassification if scores else policy_class(config)
+
+
+def _load(path: str | Path, **options: Any) -> tuple[Any, set[str]]:
     """Load a model; return it with the names of weights that the files lack."""
     bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
         arguments = model_arguments(path, **options)
+        auto_class = model_class(arguments["config"], scores="num_labels" in options)
         if auto_class is AutoModelForSequenceClassification:
             # a class that heads._scorer_class made has the names of its weights in files
             scorer = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(arguments["config"]), None)
@@ -129,7 +135,7 @@ def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
 
     ``options``: override_config, trust_remote_code, attn_implementation.
     """
-    model, missing = _load(AutoModelForCausalLM, path, **options)
+    model, missing = _load(path, **options)
     if missing:
         raise ModelError(f"model {path}: no weights for {sorted(missing)[:5]}")
     return model
@@ -144,7 +150,7 @@ def load_scorer(path: str | Path, *, fresh_head_seed: int | None, **options: Any
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a missing score layer is handled below
     try:
-        model, missing = _load(AutoModelForSequenceClassification, path, num_labels=1, **options)
+        model, missing = _load(path, num_labels=1, **options)
     finally:
         logging.set_verbosity(verbosity)
     head = getattr(model, "score", None)

@@ -25,7 +25,8 @@ from strop import ranks
 from strop.errors import ModelError
 from strop.models.attention import Sequences, is_flash, packed_attention, portable_attention, row_attention
 from strop.models.flex_attention import FLEX, Pieces
-from strop.models.heads import decoder_of, require_numbers
+from strop.models.heads import require_numbers
+from strop.models.inputs import PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.transformers_private import attention_name, takes_any_attention
 from strop.models.ulysses import SequenceGroup, SharedRow
@@ -45,7 +46,7 @@ class Packing:
         self, attention_mask_BL: Tensor, device: torch.device, group: SequenceGroup | None = None
     ) -> None:
         """Lay out the row of a mask on the CPU, for columns on ``device``."""
-        self._mask_BL = self._computed_BL = attention_mask_BL.bool()
+        self._mask_BL = self.computed_BL = attention_mask_BL.bool()
         self._device = device
         lengths = self._mask_BL.sum(dim=1).tolist()
         # rows without tokens fill micro-batches up; flash-attention takes no sequence of length 0
@@ -69,7 +70,7 @@ class Packing:
 
     @cached_property
     def _computed_N(self) -> Tensor:  # noqa: N802 - a tensor
-        return places_of(self._computed_BL, self._device)
+        return places_of(self.computed_BL, self._device)
 
     @property
     def own_BL(self) -> Tensor:  # noqa: N802 - a tensor
@@ -109,20 +110,14 @@ class Packing:
         return Pieces(*(send(column, self._device) for column in columns))
 
 
-def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
+def packed_hidden_states(model: PreTrainedModel, inputs: PassInputs, packing: Packing) -> Tensor:
     """Return the last hidden states [N, H] of the packed row, or [n, H] of this rank's piece.
 
     Runs one forward pass of the decoder without a cache.
     """
     options = packing.options(attention_name(model.config))
     with packed_attention(model, packing.group):
-        return decoder_of(model)(
-            input_ids=packing.pack(batch["input_ids"]),
-            attention_mask=None,
-            position_ids=packing.pack(batch["position_ids"]),
-            use_cache=False,
-            **options,
-        ).last_hidden_state[0]
+        return inputs.packed(packing.pack).hidden_states(model, **options)[0]
 
 
 def check_packable(model: PreTrainedModel) -> None:
@@ -160,7 +155,7 @@ def check_packed_pass(
         "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
     }
     with portable_attention(model), _short_windows(model):
-        padded_NH = decoder_of(model)(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
+        padded_NH = Reader().inputs(batch).hidden_states(model)[mask_BL.bool()]
         require_numbers(model, padded_NH)
         try:
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL.cpu(), model.device, group))
@@ -181,7 +176,7 @@ def check_packed_pass(
 
 def _whole_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
     """Return the hidden states [N, H] of the packed row on every rank of a group."""
-    hidden_nH = packed_hidden_states(model, batch, packing)
+    hidden_nH = packed_hidden_states(model, Reader().inputs(batch), packing)
     if packing.group is None:
         return hidden_nH
     own_BL = packing.own_BL

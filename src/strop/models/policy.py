@@ -109,7 +109,8 @@ class PolicyModel(RoleModel):
     def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs [B, T] by the model's logits."""
         rows = Unpadded(batch)
-        logits_BLV = self.hugging_face_model(input_ids=rows.ids_BL, use_cache=False).logits
+        own = self.reader.own(batch, rows.ids_BL)
+        logits_BLV = self.hugging_face_model(**own, use_cache=False).logits
         log_probs_BTV = logits_BLV.take_along_dim(rows.before_BT[..., None], 1).float().log_softmax(-1)
         log_prob_BT = log_probs_BTV.gather(2, batch["responses"][..., None])[..., 0]
         return log_prob_BT * batch["response_mask"]

@@ -59,9 +59,9 @@ class PromptsOnce(Packing):
         super().__init__(mask_BL, device)
         self._first_B, self._width = first_B, width
         repeats_B = first_B != torch.arange(len(first_B))
-        self._computed_BL = mask_BL.clone()
-        self._computed_BL[repeats_B, :width] = False
-        self._shared_place_BL = self._computed_BL.flatten().cumsum(0).view_as(mask_BL) - 1
+        self.computed_BL = mask_BL.clone()
+        self.computed_BL[repeats_B, :width] = False
+        self._shared_place_BL = self.computed_BL.flatten().cumsum(0).view_as(mask_BL) - 1
         # left padding: equal prompts stand in the same columns
         self._shared_place_BL[:, :width] = self._shared_place_BL[first_B, :width]
         samples_B = first_B.bincount(minlength=len(first_B))
@@ -108,14 +108,14 @@ class PromptsOnce(Packing):
 
     @cached_property
     def _shared_prompts(self) -> SharedPrompts:
-        layout = (self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
+        layout = (self._mask_BL, self.computed_BL, self._shared_place_BL, self._starts)
         return SharedPrompts(*layout, device=self._device)
 
     @cached_property
     def _pieces(self) -> Pieces:
-        rows_N, columns_N = self._computed_BL.nonzero(as_tuple=True)
+        rows_N, columns_N = self.computed_BL.nonzero(as_tuple=True)
         responds_N = columns_N >= self._width
         pieces_N = rows_N + responds_N * len(self._first_B)
         prompts_N = self._first_B[rows_N].masked_fill(~responds_N, -1)
-        places_N = (self._mask_BL.cumsum(dim=1) - 1)[self._computed_BL]
+        places_N = (self._mask_BL.cumsum(dim=1) - 1)[self.computed_BL]
         return Pieces(*(send(column, self._device) for column in (pieces_N, prompts_N, places_N)))

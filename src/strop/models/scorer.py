@@ -59,9 +59,7 @@ class ValueModel(RoleModel):
     def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the values [B, T] by the model's hidden states."""
         rows = Unpadded(batch)
-        return (
-            scores_by_token(self.hugging_face_model, rows).gather(1, rows.before_BT) * batch["response_mask"]
-        )
+        return self.own_scores(batch, rows.ids_BL).gather(1, rows.before_BT) * batch["response_mask"]
 
 
 class SequenceScorer(RoleModel):
@@ -102,13 +100,7 @@ class SequenceScorer(RoleModel):
     def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the scores [B] by the model's hidden states."""
         rows = Unpadded(batch)
-        return scores_by_token(self.hugging_face_model, rows).gather(1, rows.last_B[:, None])[:, 0]
-
-
-def scores_by_token(model: PreTrainedModel, rows: Unpadded) -> Tensor:
-    """Return the head's score [B, L] float32 at every token of the rows."""
-    hidden_BLH = model.base_model(input_ids=rows.ids_BL, use_cache=False).last_hidden_state
-    return model.get_submodule("score")(hidden_BLH).squeeze(-1).float()
+        return self.own_scores(batch, rows.ids_BL).gather(1, rows.last_B[:, None])[:, 0]
 
 
 class PairScorer(SequenceScorer):

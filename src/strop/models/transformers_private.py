@@ -14,16 +14,16 @@ from transformers.dynamic_module_utils import custom_object_save
 
 
 def attention_name(config: PreTrainedConfig) -> str:
-    """Return the name of the attention back-end in use."""
-    return config._attn_implementation
+    """Return the name of the language model's attention back-end in use."""
+    return config.get_text_config()._attn_implementation
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """Select an attention back-end, for the parts of ``config`` too.
+    """Select the attention back-end of the language model; an encoder of pictures keeps its own.
 
     ``set_attention_implementation`` of the model loads kernels for some names, and refuses others.
     """
-    config._attn_implementation = name
+    config.get_text_config()._attn_implementation = name
 
 
 def attention_is_replaceable(model: PreTrainedModel) -> bool:

@@ -9,7 +9,7 @@ Shapes: B contexts, P context columns, R rows (samples), at most T new tokens, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from strop.models.inputs import PassInputs, Reader
 from strop.rollout.base import Advanced, Samples, SamplingParams
 from strop.rollout.hf.kv_cache import DecodeCache, Span, decoding_attention, keys_and_values, to_the_front
 from strop.rollout.sampling import next_tokens
@@ -39,6 +40,11 @@ class Contexts:
     attention_mask: Tensor
     position_ids: Tensor
     of_row: Tensor
+
+    def columns(self, chosen: Tensor, width: int) -> Mapping[str, Tensor]:
+        """Return the last ``width`` columns of the ``chosen`` contexts, as a batch has them."""
+        names = ("input_ids", "attention_mask", "position_ids")
+        return {name: getattr(self, name)[chosen, -width:] for name in names}
 
     @classmethod
     def pad(cls, contexts: Sequence[Tensor], of_row: Sequence[int], device: torch.device) -> Contexts:
@@ -94,6 +100,7 @@ class Kept:
 
 def decode(
     model: PreTrainedModel,
+    reader: Reader,
     windows: Sequence[int | None],
     contexts: Contexts,
     uniforms_RT: Tensor | None,
@@ -117,7 +124,9 @@ def decode(
     """
     most, cuts = max(limits), set(limits)
     if kept is None or not kept.has(names):
-        cache, logits_RV = _prefill(model, windows, contexts, most, cache_dtype, keeps=kept is not None)
+        cache, logits_RV = _prefill(
+            model, reader, windows, contexts, most, cache_dtype, keeps=kept is not None
+        )
     else:
         cache, logits_RV = _insert(model, kept, names, contexts, most)
     total, device = len(logits_RV), logits_RV.device
@@ -161,9 +170,8 @@ def decode(
                     positions_R1, active_R = positions_R1[keep], active_R[keep]
                     awaited_R = awaited_R[keep]
             positions_R1 = positions_R1 + 1
-            logits_RV = _last_logits(
-                model, tokens_R[:, None], cache.next_column(keep), positions_R1, past_key_values=cache
-            )
+            inputs = PassInputs(tokens_R[:, None], positions_R1, cache.next_column(keep))
+            logits_RV = _last_logits(model, inputs, past_key_values=cache)
     if every > 1:  # the last awaited row ended before the look: the others keep what they had by then
         step = int(_ends(tokens_TR[:step].T, limits_R, stop_ids_S)[0][:awaited].max())
     tokens_RT = tokens_TR[:step].T.contiguous()
@@ -189,6 +197,7 @@ def _passes(lengths_B: Tensor, tokens: int | None = None) -> Iterator[tuple[int,
 
 def _prefill(
     model: PreTrainedModel,
+    reader: Reader,
     windows: Sequence[int | None],
     contexts: Contexts,
     tokens: int,
@@ -204,11 +213,8 @@ def _prefill(
     order: list[Tensor] = []
     logits: list[Tensor] = []
     for longest, chosen in _passes(contexts.attention_mask.sum(1)):
-        columns = (contexts.input_ids, contexts.attention_mask, contexts.position_ids)
-        prefilled = DynamicCache()
-        logits.append(
-            _last_logits(model, *(column[chosen, -longest:] for column in columns), past_key_values=prefilled)
-        )
+        inputs, prefilled = reader.inputs(contexts.columns(chosen, longest)), DynamicCache()
+        logits.append(_last_logits(model, inputs, past_key_values=prefilled))
         states = keys_and_values(prefilled, len(windows))
         if cache is None:
             cache = DecodeCache(
@@ -236,9 +242,10 @@ def _insert(
     logits: list[Tensor] = []
     for longest, chosen in _passes(new_R, contexts.input_ids.shape[1]):
         # rows with fewer new tokens compute some of the others again
-        ids, positions = (column[chosen, -longest:] for column in (contexts.input_ids, contexts.position_ids))
-        past, mask = cache.before(longest, chosen), contexts.attention_mask[chosen]
-        logits.append(_last_logits(model, ids, mask, positions, past_key_values=past))
+        columns, past = contexts.columns(chosen, longest), cache.before(longest, chosen)
+        mask = contexts.attention_mask[chosen]
+        inputs = PassInputs(columns["input_ids"], columns["position_ids"], mask)
+        logits.append(_last_logits(model, inputs, past_key_values=past))
         states = [
             (keys[:, :, -longest:], values[:, :, -longest:])
             for keys, values in keys_and_values(past, len(cache.layers))
@@ -248,24 +255,12 @@ def _insert(
     return cache, torch.cat(logits)[torch.cat(order).argsort()]
 
 
-def _last_logits(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor | dict[str, Tensor],
-    position_ids: Tensor,
-    *,
-    past_key_values: Cache,
-) -> Tensor:
+def _last_logits(model: PreTrainedModel, inputs: PassInputs, *, past_key_values: Cache) -> Tensor:
     """Return the logits [R, V] after the last column; all columns are added to the cache."""
-    return model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=True,
-        # of all positions they would be [R, P, V]
-        logits_to_keep=1,
-    ).logits[:, -1]
+    # logits of all positions would be [R, P, V]
+    options = {"past_key_values": past_key_values, "use_cache": True, "logits_to_keep": 1}
+    with inputs.around(model):
+        return model(**inputs.arguments(), **options).logits[:, -1]
 
 
 def _report(

@@ -25,6 +25,7 @@ from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.heads import model_errors
+from strop.models.inputs import Reader
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
@@ -67,6 +68,7 @@ class HFRollout(QueuedRollout):
         hidden_token_ids: Sequence[int] | None = None,
         compute_dtype: torch.dtype | None = None,
         micro_batch_size: int | None = None,
+        reader: Reader | None = None,
         episodes: Episodes | None = None,
     ) -> None:
         """Check that ``model`` can be decoded; ``ModelError`` if not.
@@ -77,7 +79,7 @@ class HFRollout(QueuedRollout):
         super().__init__(
             pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, hidden_token_ids=hidden_token_ids
         )
-        self.model, self.micro_batch_size = model, micro_batch_size
+        self.model, self.micro_batch_size, self._reader = model, micro_batch_size, reader or Reader()
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
         missing = {"position_ids", "past_key_values", "logits_to_keep"} - parameters.keys()
@@ -177,6 +179,7 @@ class HFRollout(QueuedRollout):
             most = params.max_tokens if first else longest
             samples = decode(
                 self.model,
+                self._reader,
                 self._windows,
                 _contexts_of(part, self.model.device),
                 None if params.greedy else _uniforms_of(part),
