@@ -126,7 +126,8 @@ def trim(batch: DataProto) -> dict[str, Tensor]:
     for name, tensor in batch.batch.items():
         if name in ("input_ids", "attention_mask", "position_ids"):
             trimmed[name] = tensor[:, first:end]
-        elif response_width and tensor.dim() > 1 and tensor.shape[1] == response_width:
+        # a row has any number of pictures
+        elif name != "images" and response_width and tensor.dim() > 1 and tensor.shape[1] == response_width:
             trimmed[name] = tensor[:, : response_width - (width - end)]
         else:
             trimmed[name] = tensor

@@ -28,7 +28,7 @@ from strop.errors import ModelError
 from strop.models.flex_attention import FLEX, PACKED_FLEX
 from strop.models.folder import config_parts, score_cap
 from strop.models.passes.micro_batch import send
-from strop.models.passes.shared_prompts import SharedPrompts, copies_of
+from strop.models.passes.shared_prompts import Run, SharedPrompts, copies_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.passes.varlen import attention_by_lengths, takes_lengths
 from strop.models.transformers_private import attention_name, set_attention_name, supports_sdpa
@@ -247,8 +247,9 @@ def is_flash(implementation: str | None) -> bool:
 class WholeSequences:
     """Attention of one pass over rows with shared prompts; masks, which can be large, are freed with it."""
 
-    def __init__(self, prompts: SharedPrompts) -> None:
-        self._prompts = prompts
+    def __init__(self, prompts: SharedPrompts, seen_together: Tensor | None = None) -> None:
+        """``seen_together``: see ``strop.models.inputs.PassInputs``."""
+        self._prompts, self._together_BK = prompts, seen_together
         self._masks: dict[int | None, list[Tensor | None]] = {}
 
     def attend(
@@ -262,13 +263,11 @@ class WholeSequences:
         **options: Any,
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if _attends_by_lengths(attend_once, query, value, options):
+        if self._together_BK is None and _attends_by_lengths(attend_once, query, value, options):
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         runs, queries_M, keys_M, laid_N = self._prompts.runs
         if window not in self._masks:
-            self._masks[window] = [
-                _mask(run.firsts, run.queries, run.keys, window, query.device) for run in runs
-            ]
+            self._masks[window] = [self._mask(run, window, query.device) for run in runs]
         # One selection and a split: a selection per run would allocate a gradient of full size each.
         sizes = [len(run.rows) * run.queries for run in runs]
         queries = _tokens(query).index_select(0, queries_M).split(sizes)
@@ -279,6 +278,19 @@ class WholeSequences:
             heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
             outputs.append(attend_once(module, *heads, mask, **options).flatten(0, 1))
         return torch.cat(outputs).index_select(0, laid_N)[None]
+
+    def _mask(self, run: Run, window: int | None, device: torch.device) -> Tensor | None:
+        """Return the mask of a run, in which tokens that are seen together are not hidden."""
+        if self._together_BK is None:
+            return _mask(run.firsts, run.queries, run.keys, window, device)
+        keys_SK = self._together_BK[run.rows, : run.keys]
+        places_ST = torch.tensor(run.firsts)[:, None] + torch.arange(run.queries)
+        queries_ST = keys_SK.gather(1, places_ST.clamp(max=run.keys - 1))
+        together_STK = (queries_ST[..., None] == keys_SK[:, None]) & (keys_SK[:, None] > 0)
+        plain = _mask(run.firsts, run.queries, run.keys, window, torch.device("cpu"))
+        if plain is None:
+            plain = torch.full((run.keys, run.keys), -torch.inf).triu(1)[None, None]
+        return send(plain.masked_fill(together_STK[:, None], 0.0), device)
 
     def _attend_by_lengths(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None

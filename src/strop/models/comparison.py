@@ -10,8 +10,10 @@ Shapes: B rows, P prompt tokens, T response tokens, L = P + T.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import logging
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +24,11 @@ from strop.errors import ModelError
 from strop.models.attention import attention_set_to
 from strop.models.base import RoleModel
 from strop.models.heads import require_numbers
+from strop.models.packing import PackingError
 from strop.models.transformers_private import attention_is_replaceable, attention_name
+from strop.models.vision import PictureReader
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob, value or score in float32, where rounding gives about 1e-5."""
@@ -33,6 +39,8 @@ embeddings.
 In random models of 2 to 32 layers of Qwen 2, Qwen 3, Llama, Gemma 2 and Mixtral ``sdpa`` differed from
 ``eager`` by 0.1 to 0.9 of it (root mean square), and either from float32 by about as much. The median,
 because a rounding may send a few tokens to other experts."""
+_SEEN = 1e-6
+"""Least change of a figure by another picture, in models with random weights about 0.3."""
 _ROWS = ((5, 6), (5, 3), (2, 4), (7, 1))
 """Tokens of prompt and response; the first two rows share a prompt."""
 
@@ -43,27 +51,70 @@ def require_eager_figures(
     name: str,
     updates: bool,
     dtype: torch.dtype,
-    precision: AbstractContextManager[None] | None = None,
+    precision: Callable[[], AbstractContextManager[None]] = nullcontext,
     remedy: str,
     sharded: bool = False,
 ) -> None:
     """Raise ``ModelError`` if passes differ from the family's eager forward pass by more than the tolerance.
 
-    Compared are passes in eval mode and, with ``updates``, in training mode with gradients, padded or packed
-    and with checkpointing as ``module`` is set up. They run under ``precision``, which computes in ``dtype``.
-    Where the family's attention cannot be replaced, the reference is its forward pass as loaded. Collective
-    if the module is ``sharded``.
+    Compared are rows of text and, if the module reads pictures, rows with some, which must matter to it; in
+    eval mode and, with ``updates``, in training mode with gradients, padded or packed and with checkpointing
+    as ``module`` is set up. Passes run under ``precision``, which computes in ``dtype``. Where the family's
+    attention cannot be replaced, the reference is its forward pass as loaded. Collective if the module is
+    ``sharded``.
 
     Args:
         name: the role, for errors.
         remedy: the configuration key that selects the attention back-end, for errors; may be empty.
     """
     model = module.hugging_face_model
+    compare = partial(
+        _compare,
+        module,
+        name=name,
+        updates=updates,
+        dtype=dtype,
+        precision=precision,
+        remedy=remedy,
+        sharded=sharded,
+    )
+    batch = few_rows(model.config.get_text_config().vocab_size, model.device)
+    compare(batch, kind="rows")
+    if isinstance(module.reader, PictureReader):
+        batch = module.reader.trial_rows()
+        expected = chosen_figures(compare(batch, kind="rows with pictures"), batch)
+        _require_sight(module.reader, expected.view(len(batch["images"]), -1), name)
+
+
+def _require_sight(reader: PictureReader, figures: Tensor, name: str) -> None:
+    """Raise ``ModelError`` if the first two rows have equal figures: they differ in their pictures alone."""
+    if (figures[0] - figures[1]).abs().max() > _SEEN:
+        return
+    found = f"{name}: another picture does not change what {type(reader.model).__name__} computes"
+    if not reader.is_fresh:
+        raise ModelError(f"{found}: its passes do not see pictures, and this family cannot be used with them")
+    if ranks.is_first():
+        logger.warning("%s: the weights of its projector are 0, as in a model that was not trained", found)
+
+
+def _compare(
+    module: RoleModel,
+    batch: Mapping[str, Tensor],
+    *,
+    kind: str,
+    name: str,
+    updates: bool,
+    dtype: torch.dtype,
+    precision: Callable[[], AbstractContextManager[None]],
+    remedy: str,
+    sharded: bool,
+) -> Tensor:
+    """Compare on the rows of ``batch``; return the figures by the family's forward pass."""
+    model = module.hugging_face_model
     implementation = attention_name(model.config)
     replaceable = attention_is_replaceable(model)
-    batch = few_rows(model.config.get_text_config().vocab_size, model.device)
     was_training = module.training
-    with precision or nullcontext():
+    with precision():
         module.eval()
         attention = attention_set_to(model, "eager") if replaceable else nullcontext()
         with torch.no_grad(), attention:
@@ -81,8 +132,13 @@ def require_eager_figures(
             found = {}
             for mode, training in modes.items():
                 module.train(training)
-                with torch.set_grad_enabled(training):
-                    figures = module.figures(batch).detach()
+                try:
+                    with torch.set_grad_enabled(training):
+                        figures = module.figures(batch).detach()
+                except PackingError as error:
+                    if not module.pad(error):
+                        raise
+                    return errors()
                 difference = _differences(figures, expected, batch).abs()
                 error = float(difference.max() if dtype == torch.float32 else difference.median())
                 excess = 0.0 if error <= bound else error
@@ -107,9 +163,10 @@ def require_eager_figures(
         sizes = " and ".join(f"by {difference:.2g} {mode}" for mode, difference in wrong.items())
         raise ModelError(
             f"{name}: the {passes} passes of {type(model).__name__} with attn_implementation="
-            f"{implementation} differ from {reference} on rows without padding {sizes}, expected at most "
+            f"{implementation} differ from {reference} on {kind} without padding {sizes}, expected at most "
             f"{bound:.2g}; {_advice(module, wrong, setting)}"
         )
+    return expected
 
 
 def _advice(module: RoleModel, wrong: Mapping[str, float], setting: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -28,10 +28,18 @@ class PassInputs:
     attention_mask: Tensor | dict[str, Tensor] | None
     """None in a packed row, whose attention takes lengths; of each kind of layers where there is a cache."""
 
+    seen_together: Tensor | None = field(default=None, kw_only=True)
+    """Number [B, K] of the picture of each real token whose tokens attend to each other, 0 for others."""
+
     def packed(self, pack: Callable[[Tensor], Tensor]) -> Self:
         """Return the same in the row that ``pack`` makes of a column [B, L]."""
         ids, positions = pack(self.input_ids), pack(self.position_ids)
         return replace(self, input_ids=ids, position_ids=positions, attention_mask=None)
+
+    @property
+    def last_position(self) -> Tensor:
+        """The largest position [B] of a row, after which its next token is; of padded rows."""
+        return self.position_ids.amax(dim=-1)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the family's forward pass."""

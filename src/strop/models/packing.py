@@ -85,8 +85,15 @@ class Packing:
         # a real token's place: the number of real tokens before it, rows joined
         return self._mask_BL.flatten().cumsum(0).view_as(self._mask_BL) - 1
 
-    def options(self, implementation: str) -> dict[str, Any]:
-        """Return the options that mark the ends of sequences for attention loaded as ``implementation``."""
+    def options(self, implementation: str, seen_together: Tensor | None = None) -> dict[str, Any]:
+        """Return the options that mark the ends of sequences for attention loaded as ``implementation``.
+
+        ``PackingError`` if it does not take ``seen_together`` (``PassInputs``).
+        """
+        if seen_together is not None:
+            raise PackingError(
+                f"the tokens of a picture attend to each other, and {implementation} is causal"
+            )
         options: dict[str, Any] = {}
         sequences = Sequences(self._lengths, self._device)
         if is_flash(implementation):
@@ -115,7 +122,7 @@ def packed_hidden_states(model: PreTrainedModel, inputs: PassInputs, packing: Pa
 
     Runs one forward pass of the decoder without a cache.
     """
-    options = packing.options(attention_name(model.config))
+    options = packing.options(attention_name(model.config), inputs.seen_together)
     with packed_attention(model, packing.group):
         return inputs.packed(packing.pack).hidden_states(model, **options)[0]
 

@@ -46,6 +46,8 @@ def first_with_prompt(batch: Mapping[str, Tensor]) -> Tensor:
     mask_BP = on_cpu(batch, "attention_mask")[:, :width].bool()
     # -1: a pad token may be a real token too (the end token, where there is no pad token)
     prompts_BP = on_cpu(batch, "input_ids")[:, :width].masked_fill(~mask_BP, -1)
+    if "images" in batch:  # equal tokens are of other pictures
+        prompts_BP = torch.cat([prompts_BP, on_cpu(batch, "images")], dim=1)
     firsts: dict[bytes, int] = {}  # torch.unique(dim=0) takes ten times as long
     rows = enumerate(prompts_BP.numpy())
     return torch.tensor([firsts.setdefault(prompt.tobytes(), row) for row, prompt in rows])
@@ -100,11 +102,11 @@ class PromptsOnce(Packing):
     def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
         return self._shared_place_BL
 
-    def options(self, implementation: str) -> dict[str, Any]:
+    def options(self, implementation: str, seen_together: Tensor | None = None) -> dict[str, Any]:
         """Return the option that gives attention the layout of whole sequences."""
-        if implementation == FLEX:
-            return {"pieces": self._pieces}
-        return {"whole_sequences": WholeSequences(self._shared_prompts)}
+        if implementation != FLEX:
+            return {"whole_sequences": WholeSequences(self._shared_prompts, seen_together)}
+        return super().options(FLEX, seen_together)
 
     @cached_property
     def _shared_prompts(self) -> SharedPrompts:

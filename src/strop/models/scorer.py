@@ -126,7 +126,9 @@ def as_sequences(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     responses = torch.cat([batch["responses"], batch["rejected"]])
     response_mask = torch.cat([batch["response_mask"], batch["rejected_mask"]])
     attention_mask = torch.cat([prompt_mask_BP.repeat(2, 1), response_mask.to(prompt_mask_BP.dtype)], dim=1)
+    images = {"images": batch["images"].repeat(2, 1)} if "images" in batch else {}
     return {
+        **images,
         "input_ids": torch.cat([prompts_BP.repeat(2, 1), responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),

@@ -71,6 +71,8 @@ class Leaves:
             "response_mask": own_SL[:, split:].to(columns["response_mask"].dtype),
         }
         rows, places = place_SL // self._length, place_SL % self._length - self._width
+        if "images" in columns:
+            found["images"] = columns["images"][rows.amax(dim=1)]
         for name in _AT_SAMPLED & columns.keys():
             found[name] = columns[name][rows, places.clamp(min=0)][:, split:]
         return found

@@ -101,10 +101,13 @@ class InFlight:
         """Empty if greedy."""
         self.prompt_ids: list[Tensor] = []
         """Tokens of each prompt, without padding."""
+        self.images: list[Tensor] = []
+        """Digests of each prompt's pictures; empty for prompts of text."""
         for part in of_ranks or (prompts,):
             self.seeds += seeds_of(part, params)
             columns = (part.batch["input_ids"].cpu(), part.batch["attention_mask"].sum(1).tolist())
             self.prompt_ids += [ids[len(ids) - length :] for ids, length in zip(*columns, strict=True)]
+            self.images += [*part.batch["images"].cpu()] if "images" in part.batch else []
         first = params.n * sum(map(len, of_ranks[:rank]))
         self.own = slice(first, first + params.n * len(prompts))
         """Rows of this rank's samples."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -40,21 +41,30 @@ class Contexts:
     attention_mask: Tensor
     position_ids: Tensor
     of_row: Tensor
+    pictures: Mapping[str, Tensor]
+    """Of prompts with pictures: ``images`` [B, I], and the tokens ``continued`` [B] after the prompt."""
 
     def columns(self, chosen: Tensor, width: int) -> Mapping[str, Tensor]:
         """Return the last ``width`` columns of the ``chosen`` contexts, as a batch has them."""
         names = ("input_ids", "attention_mask", "position_ids")
-        return {name: getattr(self, name)[chosen, -width:] for name in names}
+        columns = {name: getattr(self, name)[chosen, -width:] for name in names}
+        return {**columns, **{name: column[chosen.cpu()] for name, column in self.pictures.items()}}
 
     @classmethod
-    def pad(cls, contexts: Sequence[Tensor], of_row: Sequence[int], device: torch.device) -> Contexts:
+    def pad(
+        cls,
+        contexts: Sequence[Tensor],
+        of_row: Sequence[int],
+        device: torch.device,
+        pictures: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Contexts:
         """Align token ids [length] of each context to the right, on ``device``."""
         lengths_B1 = torch.tensor([[len(ids)] for ids in contexts])
         ids_BP = pad_sequence(list(contexts), batch_first=True, padding_side="left")
         width = ids_BP.shape[1]
         mask_BP = (torch.arange(width) >= width - lengths_B1).long()
         columns = (ids_BP, mask_BP, (mask_BP.cumsum(1) - 1).clamp(min=0), torch.tensor(of_row))
-        return cls(*(column.to(device) for column in columns))
+        return cls(*(column.to(device) for column in columns), pictures)
 
 
 class Kept:
@@ -124,11 +134,12 @@ def decode(
     """
     most, cuts = max(limits), set(limits)
     if kept is None or not kept.has(names):
-        cache, logits_RV = _prefill(
+        cache, logits_RV, position_R = _prefill(
             model, reader, windows, contexts, most, cache_dtype, keeps=kept is not None
         )
     else:
         cache, logits_RV = _insert(model, kept, names, contexts, most)
+        position_R = contexts.position_ids[contexts.of_row, -1]
     total, device = len(logits_RV), logits_RV.device
     # by step: each step writes one contiguous row
     tokens_TR = torch.zeros(most, total, dtype=torch.long, device=device)
@@ -139,7 +150,7 @@ def decode(
     rows_R = torch.arange(total, device=device)
     active_R = torch.ones(total, dtype=torch.bool, device=device)
     awaited_R = rows_R < awaited
-    positions_R1 = contexts.position_ids[contexts.of_row, -1:]
+    positions_R1 = position_R[:, None]
     step, looked, left = 0, 0, awaited
     every = 1 if device.type == "cpu" else _LOOK_EVERY
     with decoding_attention(model):
@@ -204,17 +215,19 @@ def _prefill(
     cache_dtype: torch.dtype,
     *,
     keeps: bool,
-) -> tuple[DecodeCache, Tensor]:
-    """Return a cache with every row's context, and the logits [R, V] of every row's first new token.
+) -> tuple[DecodeCache, Tensor, Tensor]:
+    """Return a cache with every row's context, logits [R, V] of its first new token, and its last position.
 
     Contexts of similar length share a pass, without the columns that are padding in all of them.
     """
     cache: DecodeCache | None = None
     order: list[Tensor] = []
     logits: list[Tensor] = []
+    positions: list[Tensor] = []
     for longest, chosen in _passes(contexts.attention_mask.sum(1)):
         inputs, prefilled = reader.inputs(contexts.columns(chosen, longest)), DynamicCache()
         logits.append(_last_logits(model, inputs, past_key_values=prefilled))
+        positions.append(inputs.last_position)
         states = keys_and_values(prefilled, len(windows))
         if cache is None:
             cache = DecodeCache(
@@ -230,7 +243,8 @@ def _prefill(
         order.append(chosen)
     assert cache is not None
     # argsort of the order is its inverse: from rows by length back to contexts
-    return cache, torch.cat(logits)[torch.cat(order).argsort()[contexts.of_row]]
+    row_R = torch.cat(order).argsort()[contexts.of_row]
+    return cache, torch.cat(logits)[row_R], torch.cat(positions)[row_R]
 
 
 def _insert(

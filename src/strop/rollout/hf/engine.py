@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
@@ -190,7 +191,8 @@ class HFRollout(QueuedRollout):
                 awaited=first or len(part),
                 finished=None if finished is None else _reporting(part[:first], finished),
                 advanced=advanced if first else None,
-                kept=kept if len(rows) <= size else None,
+                # between turns positions go on from the number of tokens, which pictures change
+                kept=kept if len(rows) <= size and not oldest.images else None,
                 names=[row.name for row in part],
             )
             _append(part, samples, version)
@@ -253,7 +255,7 @@ def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
     """Return what the rows continue; rows without a token share the context of their prompt."""
     shared: dict[int, int] = {}
     contexts: list[Tensor] = []
-    of_row = []
+    of_row, images, continued = [], [], []
     for batch, sample, length in part:
         prompt, place = sample // batch.params.n, len(contexts)
         if length:
@@ -261,7 +263,13 @@ def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
         elif (place := shared.setdefault(id(batch.prompt_ids[prompt]), place)) == len(contexts):
             contexts.append(batch.prompt_ids[prompt])
         of_row.append(place)
-    return Contexts.pad(contexts, of_row, device)
+        if len(images) < len(contexts):
+            images.append(batch.images[prompt] if batch.images else torch.empty(0, dtype=torch.long))
+            continued.append(length)
+    if not any(map(len, images)):
+        return Contexts.pad(contexts, of_row, device)
+    columns = {"images": pad_sequence(images, batch_first=True), "continued": torch.tensor(continued)}
+    return Contexts.pad(contexts, of_row, device, columns)
 
 
 def _uniforms_of(part: Sequence[_Row]) -> Tensor:
