@@ -207,13 +207,15 @@ class TrainActorRolloutRefModel(TypedDict, total=False):
     target_modules: str | Sequence[str]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: str | Sequence[str] | None
-    """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
     modules_to_save: Sequence[str]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: str | Path | None
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: bool
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""
+    freeze: Sequence[Literal["encoder", "projector"]]
+    """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
     external_libs: str | Sequence[str] | None
     """Deprecated name of external_lib."""
 
@@ -588,13 +590,15 @@ class TrainCriticModel(TypedDict, total=False):
     target_modules: str | Sequence[str]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: str | Sequence[str] | None
-    """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
     modules_to_save: Sequence[str]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: str | Path | None
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: bool
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""
+    freeze: Sequence[Literal["encoder", "projector"]]
+    """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
     tokenizer_path: str | Path
     """Tokenizer that is saved next to the critic's checkpoint."""
     fsdp_config: TrainActorRolloutRefActorFsdpConfig
@@ -1071,13 +1075,15 @@ class SftModel(TypedDict, total=False):
     target_modules: str | Sequence[str]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: str | Sequence[str] | None
-    """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
     modules_to_save: Sequence[str]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: str | Path | None
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: bool
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""
+    freeze: Sequence[Literal["encoder", "projector"]]
+    """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
     fsdp_config: TrainActorRolloutRefActorFsdpConfig
     """Sharding of a model that is trained."""
 

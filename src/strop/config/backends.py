@@ -55,6 +55,7 @@ ABILITIES = {
     "selective": "keeps the results of single operators in a checkpointed layer",
     "layers_of_transformers": "computes with the layers of transformers",
     "supervised": "trains on given answers",
+    "pictures": "reads pictures",
 }
 """Abilities that only some engines have, in words for errors."""
 
@@ -148,6 +149,8 @@ class RolloutKind(Kind):
     """"module:class" of the rollout that generates on the actor's own module; None: a copy is needed."""
     remedy: ClassVar[str] = "lower data.max_response_length"
     """Way to make its memory smaller, in words."""
+    reads_pictures: ClassVar[bool] = False
+    """Prompts may have pictures."""
     takes_broadcasts: ClassVar[bool] = True
     """Its processes can join a channel from the actor."""
     offers: frozenset[str] = frozenset()

@@ -182,6 +182,11 @@ class RLHFDataset:
             )
         return processor
 
+    @property
+    def max_pictures(self) -> int:
+        """Most pictures of a row; 0 for rows of text."""
+        return 0 if self.pictures is None else self._images.shape[1]
+
     def _check_first_pictures(self, pictures: PromptPictures) -> None:
         """Decode the pictures of the first row of each data source that has some."""
         sources = [""] * len(self._table)

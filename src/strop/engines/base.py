@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,8 @@ class ModelSpec:
     """Local Hugging Face folder or GGUF file."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the loader: override_config, trust_remote_code, attn_implementation."""
+    image_processor: Any | None = None
+    """The model's image processor, of transformers, where rows have pictures."""
     head_seed: int | None = None
     """Seed of a new scalar head where the folder has none; None: that is an error."""
     compute_dtype: str = "float32"
@@ -59,6 +61,8 @@ class ModelSpec:
     """Recompute layers in the backward pass; selective: all but matrix products and attention."""
     compile: Literal["auto"] | bool = False
     """Compile the decoder layers; auto: on a GPU, where that is possible."""
+    freeze: Sequence[Literal["encoder", "projector"]] | None = None
+    """Parts of a trained model with pictures that keep their weights; None: the model is not trained."""
     lora: LoraSettings | None = None
     """Adapters that are trained instead of the weights, but for a scalar head and ``modules_to_save``."""
     keeps_reference_head: bool = False

@@ -27,6 +27,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from strop.errors import ModelError, StropError
@@ -74,11 +75,11 @@ def policy_class(config: PretrainedConfig) -> Any:
 def scorer_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration with which ``AutoModelForSequenceClassification`` builds this family.
 
-    Registers a class if transformers has none. Of a configuration with several parts (text and images) the
-    result is the part of the language model.
+    Registers a class if transformers has none. A model that reads pictures is built whole; of another
+    configuration with several parts the result is the part of the language model.
     """
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if type(config) in known or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in known or not (reads_pictures(config) or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
         return config
     with torch.device("meta"):
         language_model = policy_class(config).from_config(config)
@@ -104,8 +105,12 @@ def _scorer_class(language_model: PreTrainedModel, decoder: nn.Module) -> type[P
     name = f"{name.partition('For')[0].removesuffix('LMHeadModel')}ForSequenceClassification"
     # transformers reads the file of the class's module to find out which attention and experts it supports.
     outer = language_model.base_model_prefix  # of the language model, in the files of one with images
+    renamed = {} if outer == prefix else {rf"^{outer}\.": ""}
+    # transformers looks them up by the class's name
+    for step in get_checkpoint_conversion_mapping(type(language_model).__name__) or ():
+        renamed |= dict(zip(step.source_patterns, step.target_patterns, strict=True))
     entries = {
-        "key_mapping": {} if outer == prefix else {rf"^{outer}\.": ""},
+        "key_mapping": renamed,
         "__module__": type(language_model).__module__,
         "base_model_prefix": prefix,
         "config_class": type(language_model.config),

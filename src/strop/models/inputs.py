@@ -16,6 +16,7 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from strop.errors import ModelError
 from strop.models.heads import decoder_of
 
 
@@ -64,6 +65,11 @@ class Reader:
     def inputs(self, batch: Mapping[str, Tensor], computed_BL: Tensor | None = None) -> PassInputs:
         """Return the inputs of a pass over padded rows; ``computed_BL``: those computed, if not all."""
         del computed_BL
+        if "images" in batch:
+            raise ModelError(
+                "a batch has pictures (the column images), and the model was loaded to read text: call "
+                "set_pictures of its group before init_model, as strop does for a data set with pictures"
+            )
         return PassInputs(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
 
     def own(self, batch: Mapping[str, Tensor], ids_BL: Tensor) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, is_url
 from strop.errors import ConfigError, MissingExtraError, ModelError, raised_as
 from strop.models.deferred import Weights
+from strop.models.vision import encoder_modules
 
 _ADAPTER = "default"  # peft's name for the only adapter
 _HEAD = "score.weight"
@@ -79,7 +80,9 @@ class Adapters:
         self._settings, self._model = settings, model
         has_head = isinstance(getattr(model, "score", None), nn.Linear) and not model.can_generate()
         names = {id(weight): name for name, weight in model.named_parameters()}
-        self._config: Any = _read_config(peft, settings) if settings.folder else _new_config(peft, settings)
+        self._config: Any = (
+            _read_config(peft, settings) if settings.folder else _new_config(peft, settings, model)
+        )
         self._config.task_type = "SEQ_CLS" if has_head else "CAUSAL_LM"  # all-linear without the head
         whole = _modules_to_save(model, settings, self._config.modules_to_save or settings.modules_to_save)
         _inject(model, self._config, settings, list(whole))
@@ -219,12 +222,15 @@ class Adapters:
         save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
-def _new_config(peft: Any, settings: LoraSettings) -> Any:
+def _new_config(peft: Any, settings: LoraSettings, model: PreTrainedModel) -> Any:
+    excluded = settings.exclude_modules
+    if excluded is None and settings.target_modules == "all-linear":
+        excluded = encoder_modules(model)
     return peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules=settings.target_modules,
-        exclude_modules=settings.exclude_modules,
+        exclude_modules=excluded or None,
     )
 
 

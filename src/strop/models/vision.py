@@ -9,13 +9,15 @@ Shapes: B rows, L columns, P of them prompt, I pictures of a row, N computed tok
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -23,10 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from strop import pictures
+from strop import pictures, ranks
+from strop.errors import ModelError
 from strop.models.inputs import PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, send
 from strop.models.prompts_once import prompt_width
+
+logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1 << 28
 """Bytes of processed pictures that a process remembers."""
@@ -36,6 +41,10 @@ _TRIAL_SIZES = ((56, 56), (56, 56), (112, 84))
 """Width and height of pictures in trial rows, in pixels."""
 _TRIAL_TOKENS = 7
 """Tokens of text in trial rows, of which three are in the prompt."""
+_ENCODERS = frozenset({"vision_tower", "visual", "vision_model", "vision_encoder", "image_tower"})
+"""Names of an encoder in transformers (``PreTrainedModel.get_encoder``)."""
+_PROJECTORS = ("merger", "connector", "projector")
+"""Parts of the names of modules between encoder and language model."""
 _recent: OrderedDict[tuple[str, int], dict[str, Tensor]] = OrderedDict()
 _one_thread = Lock()
 
@@ -93,13 +102,18 @@ class PictureInputs(PassInputs):
 class PictureReader(Reader):
     """Make the inputs of a model that reads pictures; all of its roles and rollout ``hf`` use it."""
 
-    def __init__(self, model: PreTrainedModel, processor: Any) -> None:
-        """``processor`` is the model's, of transformers; ``load_processor`` loads it without its videos."""
+    def __init__(self, model: PreTrainedModel, image_processor: Any) -> None:
+        """``image_processor``: the model's, of transformers; ``ModelError`` for a model of text."""
         config = model.config
-        self.model, self._processor = model, processor.image_processor
-        self._settings = self._processor.to_json_string()
-        token = getattr(config, "image_token_id", None)
-        self.placeholder: int = config.image_token_index if token is None else token
+        self.model, self._processor = model, image_processor
+        self._settings = image_processor.to_json_string()
+        token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        if token is None or not hasattr(model.base_model, "get_image_features"):
+            raise ModelError(
+                f"{type(model).__name__} of {model.name_or_path} has no token that stands for a picture, and "
+                "the data set has pictures; expected a model like Qwen2.5-VL, SmolVLM, LLaVA or Gemma 3"
+            )
+        self.placeholder: int = token
         self._other = next(token for token in range(2) if token != self.placeholder)
         # families that count the rows and columns of a picture in their positions (M-RoPE)
         self._counts_places = hasattr(model.base_model, "get_rope_index")
@@ -110,11 +124,13 @@ class PictureReader(Reader):
     def is_fresh(self) -> bool:
         """True if the weights between the encoder and the language model are 0, as Gemma 3 begins."""
         weights = self.model.named_parameters()
-        return any("project" in name and weight.dim() > 1 and not weight.any() for name, weight in weights)
+        return any(
+            part_of(name) == "projector" and weight.dim() > 1 and not weight.any() for name, weight in weights
+        )
 
     def inputs(self, batch: Mapping[str, Tensor], computed_BL: Tensor | None = None) -> PassInputs:
         """See ``Reader``; pictures of rows whose prompts are not among the computed tokens are left out."""
-        plain = super().inputs(batch)
+        plain = PassInputs(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
         if "images" not in batch:
             return plain
         device = batch["input_ids"].device
@@ -283,6 +299,46 @@ class PictureReader(Reader):
     def _process(self, picture: Any) -> dict[str, Tensor]:
         made = self._processor([[picture]], return_tensors="pt")
         return {name: made[name] for name in self._processor.model_input_names if name in made}
+
+
+def part_of(name: str) -> Literal["encoder", "projector"] | None:
+    """Return the part of a model with pictures that a weight belongs to; None: the language model."""
+    path = name.split(".")
+    if any(mark in module for module in path for mark in _PROJECTORS):
+        return "projector"
+    return "encoder" if _ENCODERS.intersection(path) else None
+
+
+def freeze(model: PreTrainedModel, parts: Collection[str]) -> None:
+    """Keep the weights of ``parts``, and log how many weights of which part are trained.
+
+    ``ModelError`` for a model without such a part.
+    """
+    counts: Counter[str] = Counter()
+    for name, weight in model.named_parameters():
+        counts[part := part_of(name) or "language model"] += weight.numel()
+        weight.requires_grad_(part not in parts)
+    if missing := sorted(set(parts) - counts.keys()):
+        raise ModelError(
+            f"model.freeze={list(parts)}: {type(model).__name__} has no {missing[0]}; set it to []"
+        )
+    if ranks.is_first():
+        trained = (f"{count:,} of the {part}" for part, count in counts.items() if part not in parts)
+        logger.info("weights that are trained: %s", ", ".join(trained))
+
+
+def encoder_modules(model: PreTrainedModel) -> str | None:
+    """Return a regular expression of the names of modules of encoder and projector; None without any."""
+    names = {name.partition(".")[0] for name, _ in model.base_model.named_parameters() if part_of(name)}
+    if not names:
+        return None
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    return "|".join(rf"{re.escape(prefix + name)}\..*" for name in sorted(names))
+
+
+def reader_of(model: PreTrainedModel, image_processor: Any | None) -> Reader:
+    """Return the reader of a model, which reads pictures if there is an image processor."""
+    return Reader() if image_processor is None else PictureReader(model, image_processor)
 
 
 def _prompt_end(batch: Mapping[str, Tensor]) -> Tensor | int:

@@ -187,6 +187,10 @@ class RolloutSpec:
     rank: int = 0
     world_size: int = 1
     """Size of the worker group; with more than one rank, ``torch.distributed`` is initialized."""
+    image_processor: Any | None = None
+    """The model's image processor, of transformers, where rows have pictures."""
+    max_pictures: int = 0
+    """Most pictures of a row."""
     shared_model: PreTrainedModel | None = None
     """The actor's module; None: the rollout needs a copy of the weights."""
     compute_dtype: torch.dtype | None = None

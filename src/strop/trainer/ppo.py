@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from strop import pictures
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
@@ -135,7 +136,8 @@ def loss_inputs(config: Config) -> list[str]:
 
 def _with_inputs(batch: DataProto, *names: str) -> DataProto:
     """Return the columns of the models' passes and those of these names."""
-    return batch.select(*_MODEL_INPUTS, *(("follows",) if "follows" in batch else ()), *names)
+    optional = (name for name in ("follows", "images") if name in batch.batch)
+    return batch.select(*_MODEL_INPUTS, *optional, *names)
 
 
 def _require_finite_columns(batch: DataProto) -> None:
@@ -166,6 +168,8 @@ class PPO:
         """Iterations before the actor's first update."""
         self.before_update: Callable[[], None] = lambda: None
         """Called when a model is about to change."""
+        self._sent_pictures: dict[int, set[int]] = {}
+        """Digests of the pictures that each group has, by the group's identity."""
         self.progress = Progress(config)
         limits = config.reward_model
         self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
@@ -253,6 +257,7 @@ class PPO:
 
     def learn(self, samples: Samples, iteration: int) -> tuple[DataProto, dict[str, float]]:
         """Compute advantages and update critic and actor; returns the finished batch and its metrics."""
+        self._send_pictures(samples.batch)  # samples of a checkpoint were asked for in another process
         timer, trains_actor = samples.timer, self.trains_actor(iteration)
         # The forward pass of the only step is of the policy before it: log-probs and entropies are recorded.
         recorded = self.is_one_step and trains_actor
@@ -326,10 +331,22 @@ class PPO:
     def _request(
         self, prompts: DataProto, seeds_PN: Tensor, mode: str, batch: int | None = None
     ) -> DataProto:
+        self._send_pictures(prompts)
         meta_info = {**prompts.meta_info, "mode": mode, "weights_version": self.weights.version}
         if batch is not None:
             meta_info["batch"] = batch
         return DataProto({**prompts.batch, "seeds": seeds_PN}, prompts.non_tensor_batch, meta_info)
+
+    def _send_pictures(self, batch: DataProto) -> None:
+        """Send each group the pictures of a batch that it was not sent before; awaits nothing."""
+        if "images" not in batch.batch:
+            return
+        digests = set(batch.batch["images"].flatten().tolist()) - {0}
+        for group in {id(group): group for group in self.groups if group is not None}.values():
+            sent = self._sent_pictures.setdefault(id(group), set())
+            if new := digests - sent:
+                group.hold_pictures.start(pictures.files(new))
+                sent |= new
 
     def _start_evaluation(
         self, batch: DataProto, timer: PhaseTimer, *, with_old_log_probs: bool

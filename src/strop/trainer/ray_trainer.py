@@ -15,6 +15,7 @@ from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
 from strop.config.backends import load_backend
 from strop.config.checks.check import check
+from strop.config.checks.pictures import require_pictures
 from strop.config.load import as_config
 from strop.config.roles import (
     has_reward,
@@ -34,7 +35,7 @@ from strop.rewards.base import as_reward
 from strop.terminal import printable
 from strop.tracking.samples import HiddenTokensWarning, samples_table, write_samples, write_table
 from strop.trainer.frozen_head import warn_of_frozen_head
-from strop.trainer.loop import CAUSAL, OnStep, Run
+from strop.trainer.loop import OnStep, Run
 from strop.trainer.metrics import (
     PhaseTimer,
     peak_memory,
@@ -88,7 +89,6 @@ class RayPPOTrainer(VerlNames):
         program: the agent program whose sessions samples are; None: samples are no sessions.
     """
 
-    auto_class = CAUSAL
     trained: tuple[str, ...] = TRAINED
     """Names of the groups whose state is in checkpoints; a subclass may add those of its roles."""
 
@@ -178,6 +178,12 @@ class RayPPOTrainer(VerlNames):
             self.rollout.set_environments(self.environments)
         if self.program is not None:
             self.rollout.set_program(self.program)
+        loaders = (self.train_loader, self.val_loader)
+        if most := max(getattr(getattr(loader, "dataset", None), "max_pictures", 0) for loader in loaders):
+            require_pictures(config)
+            for name, group in self.groups.items():
+                if name not in self.own_groups:
+                    group.set_pictures(most)
         # all started before the first is awaited: pools load their models at the same time
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()

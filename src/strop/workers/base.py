@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 import torch
 
-from strop import ranks
+from strop import pictures, ranks
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
@@ -26,6 +26,7 @@ from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role, name_of
 from strop.data.fetch import local_path
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
+from strop.data.pictures.expand import load_image_processor
 from strop.engines.base import (
     Engine,
     EngineSpec,
@@ -62,6 +63,8 @@ class Worker(Generic[Root]):
 
     engine: Engine
     tokenizer: Any
+    max_pictures: int = 0
+    """Most pictures of a row; 0: rows of text."""
     merges_export: bool = False
     """Export a whole model with the LoRA adapters merged in."""
 
@@ -74,6 +77,23 @@ class Worker(Generic[Root]):
         prefer_expandable_segments(config, name_of(role), self.device)
         keep_freed_memory(self.device)
         self.phases: set[str] = set()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_pictures(self, most: int) -> None:
+        """Let the models read pictures, at most ``most`` a row; call it before ``init_model``."""
+        self.max_pictures = most
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hold_pictures(self, files: Mapping[int, pictures.Picture]) -> None:
+        """Keep pictures that later calls name by their digests."""
+        pictures.add(files)
+
+    def image_processor_of(self, folder: Path) -> Any | None:
+        """Return the image processor of a model's folder; None for rows of text."""
+        if not self.max_pictures:
+            return None
+        data: Any = self.config.data
+        return load_image_processor(folder, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
         """Return the local folder of a model, downloaded once; import the packages it needs. Collective."""
@@ -148,11 +168,13 @@ class Worker(Generic[Root]):
                 grad_clip=trained.grad_clip,
             )
         options = dict(model)
+        path = options.pop("path")
         return engine_class(strategy).build(
             ModelSpec(
                 role=role or name_of(self.role),
                 kind=kind,
-                path=options.pop("path"),
+                path=path,
+                image_processor=self.image_processor_of(path),
                 options=options,
                 gradient_checkpointing=checkpointing if trained is not None else False,
                 **spec,

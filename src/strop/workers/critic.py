@@ -35,6 +35,7 @@ class CriticWorker(RoleWorker):
             packing_key="critic.model.use_remove_padding",
             checkpointing=critic.model.enable_gradient_checkpointing,
             trained=critic,
+            freeze=critic.model.freeze,
             lora=self.adapters_of(critic.model, "critic.model"),
         )
 

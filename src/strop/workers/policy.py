@@ -133,6 +133,7 @@ class ActorRolloutRefWorker(RoleWorker):
             compile=model.compile,
             checkpointing=model.enable_gradient_checkpointing,
             trained=policy.actor if trains else None,
+            freeze=model.freeze if trains else None,
             # the reference is the base model
             lora=self.adapters_of(model, "actor_rollout_ref.model") if name == "actor" else None,
             # the actor computes the full KL, from the reference's hidden states
@@ -178,9 +179,12 @@ class ActorRolloutRefWorker(RoleWorker):
             environments = self._pool = EnvironmentPool.of(self.environments, config.environment)
         if self.program is not None:
             programs = self._pool = ProgramPool(self.program, config.agent)
+        model = self.model_options(self.section.model)
         spec = RolloutSpec(
             config=config,
-            model=self.model_options(self.section.model),
+            model=model,
+            image_processor=self.image_processor_of(model["path"]),
+            max_pictures=self.max_pictures,
             tokenizer=tokenizer,
             tokenizer_path=local_tokenizer(
                 config.data.tokenizer or self.section.model.path, config.data.cache_dir

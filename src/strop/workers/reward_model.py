@@ -62,4 +62,5 @@ class RewardModelWorker(RoleWorker):
         if self.rewriter is not None:
             return self.rewriter(batch)
         columns = ("input_ids", "attention_mask", "position_ids", "response_mask")
-        return batch.select(*columns)  # packed passes need response_mask to share prompts between samples
+        # packed passes need response_mask to share prompts between samples
+        return batch.select(*columns, *(("images",) if "images" in batch.batch else ()))

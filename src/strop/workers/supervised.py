@@ -62,6 +62,7 @@ class SupervisedWorker(Worker[Supervised]):
             packing_key="model.use_remove_padding",
             checkpointing=model.enable_gradient_checkpointing,
             trained=update,
+            freeze=model.freeze,
             lora=self.adapters_of(model, "model"),
             **spec,
         )

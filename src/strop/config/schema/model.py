@@ -107,13 +107,24 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
     target_modules: Annotated[ModuleNames, SAME_MODEL, _no_lora("all-linear"), _of_new_adapters("all-linear")]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: Annotated[ModuleNames | None, SAME_MODEL, _no_lora(None), _of_new_adapters(None)]
-    """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
     modules_to_save: Annotated[Names, SAME_MODEL, _no_lora([]), _of_new_adapters([])]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: Annotated[Text | None, SAME_MODEL, FILES, needs("adapters")]
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: Annotated[bool, _no_lora(False)]
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""
+    freeze: Annotated[
+        list[Literal["encoder", "projector"]],
+        Expected("list of encoder and projector"),
+        SAME_MODEL,
+        no_effect(
+            "with LoRA adapters",
+            lambda at: bool(at.value) and at.section.has_adapters,
+            "all weights of the model are frozen, and exclude_modules=null gives the encoder no adapters",
+        ),
+    ]
+    """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
 
     @property
     def has_adapters(self) -> bool:

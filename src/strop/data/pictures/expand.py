@@ -88,6 +88,24 @@ class PromptPictures:
         return offsets[0][0]["replacement"]
 
 
+def load_image_processor(
+    path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Any:
+    """Return the part of a model's processor that makes pixels; see ``load_processor``."""
+    from transformers import AutoImageProcessor
+
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    bounds = {name: value for name, value in bounds.items() if value is not None}
+    with raised_as(ModelError, f"{path}: no processor of pictures can be loaded"):
+        images = AutoImageProcessor.from_pretrained(path, **bounds)
+    if lacking := bounds.keys() - images.valid_kwargs.__annotations__.keys():
+        raise DataError(
+            f"data.{min(lacking)}: {type(images).__name__} of {path} has no bound of pixels, it resizes to "
+            f"{images.size}; leave the key null"
+        )
+    return images
+
+
 def load_processor(
     path: str | Path, tokenizer: Any, *, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Any | None:
@@ -97,7 +115,7 @@ def load_processor(
     bounds to which pictures are resized. Raises :class:`ModelError` for a folder that lacks the files of a
     processor, and :class:`DataError` for bounds that the family does not have.
     """
-    from transformers import AutoConfig, AutoImageProcessor, ProcessorMixin
+    from transformers import AutoConfig, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     with raised_as(ModelError, f"{path}: no processor of pictures can be loaded"):
@@ -105,15 +123,8 @@ def load_processor(
         parts = kind.get_attributes() if kind is not None else ()
         if "image_processor" not in parts:
             return None
-        bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        bounds = {name: value for name, value in bounds.items() if value is not None}
-        images = AutoImageProcessor.from_pretrained(path, **bounds)
         settings, _ = ProcessorMixin.get_processor_dict(str(path))
-    if lacking := bounds.keys() - images.valid_kwargs.__annotations__.keys():
-        raise DataError(
-            f"data.{min(lacking)}: {type(images).__name__} of {path} has no bound of pixels, it resizes to "
-            f"{images.size}; leave the key null"
-        )
+    images = load_image_processor(path, min_pixels=min_pixels, max_pixels=max_pixels)
     module: Any = importlib.import_module(kind.__module__)
     if getattr(module, "num2words", 0) is None:
         module.num2words = str

@@ -53,6 +53,7 @@ from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.models.transformers_private import attention_name
+from strop.models.vision import PictureReader, freeze, reader_of
 from strop.protocol import DataProto
 
 _MODULES: dict[str, type[RoleModel]] = {
@@ -76,7 +77,11 @@ def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSo
         model, source = defer_causal_lm(**options) if is_policy else defer_scorer(**options)
     else:
         model = load_causal_lm(**options) if is_policy else load_scorer(**options)
-    return module_cls(model, packed=spec.packed, packing_key=spec.packing_key), source
+    module = module_cls(model, packed=spec.packed, packing_key=spec.packing_key)
+    module.reader = reader_of(model, spec.image_processor)
+    if spec.freeze or (spec.freeze is not None and spec.image_processor is not None):
+        freeze(model, spec.freeze)
+    return module, source
 
 
 class TorchEngine:
@@ -339,6 +344,10 @@ class TorchEngine:
         """See ``Engine.optimizer_step``."""
         if self._optimizer is None or self._settings is None:
             raise RuntimeError("this engine was built without an optimizer")
+        if isinstance(self.module.reader, PictureReader):
+            for weight in self.module.trainable():
+                if weight.grad is None:  # no picture in the mini-batch: 0, as ranks beside others have it
+                    weight.grad = torch.zeros_like(weight)
         clip = clip_gradients if self._sharded else torch.nn.utils.clip_grad_norm_
         grad_norm = float(clip(self.module.trainable(), self._settings.grad_clip))
         # one NaN in a gradient makes the norm NaN, by which clipping has scaled every gradient

@@ -29,6 +29,7 @@ from strop.models.heads import model_errors
 from strop.models.inputs import Reader
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
+from strop.models.vision import reader_of
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, tokens_only
 from strop.rollout.hf.decoding import Contexts, Kept, decode
@@ -220,6 +221,7 @@ def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]
 
     end_ids = end_token_ids(model, spec.tokenizer)
     return {
+        "reader": reader_of(model, spec.image_processor),
         "episodes": Episodes.of(spec, end_ids),
         "pad_token_id": spec.tokenizer.pad_token_id,
         "eos_token_ids": end_ids,

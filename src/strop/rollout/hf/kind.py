@@ -27,6 +27,7 @@ class HFKind(RolloutKind):
 
     replica = "strop.rollout.hf.replica:HFReplica"
     shared = "strop.rollout.hf.engine:HFRollout"
+    reads_pictures = True
     remedy = (
         "lower actor_rollout_ref.rollout.micro_batch_size_per_gpu (null: as many as fit) or "
         "data.max_response_length"

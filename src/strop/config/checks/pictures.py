@@ -1,0 +1,43 @@
+"""Rules about data sets with pictures, which are known once rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strop.config.backends import ENGINES, ROLLOUTS
+from strop.config.batch_plan import engine_of, forward_passes, keys_of_pass
+from strop.config.keys import value_at
+from strop.config.schema import Config
+from strop.config.schema.agent import uses_agent
+from strop.config.schema.environment import uses_environment
+from strop.config.schema.teacher import teachers_of
+from strop.errors import ConfigError
+
+
+def require_pictures(config: Config) -> None:
+    """Raise ``ConfigError`` for all that cannot be used with a data set that has pictures."""
+    if problems := [f"the data set has pictures: {problem}" for problem in _problems(config)]:
+        raise ConfigError(*problems)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    name = config.actor_rollout_ref.rollout.name
+    if not ROLLOUTS[name].reads_pictures:
+        able = " or ".join(other for other, kind in ROLLOUTS.items() if kind.reads_pictures)
+        yield f"actor_rollout_ref.rollout.name={name} generates from text alone; set it to {able}"
+    for run in ("actor", *forward_passes(config)):
+        if "pictures" not in engine_of(config, run).offers:
+            able = " or ".join(name for name, kind in ENGINES.items() if "pictures" in kind.offers)
+            yield f"{run}'s engine reads text alone; set its strategy to {able}"
+        key = keys_of_pass(run).sequence_parallel
+        if (size := value_at(config, key)) > 1:
+            yield f"{key}={size} shares rows of text; set it to 1"
+    if any(teacher.servers for teacher in teachers_of(config.teacher)):
+        yield "teacher.servers get text alone; set teacher.model.path"
+    if uses_environment(config) or uses_agent(config):
+        yield "environments, tools and agents take prompts of text; set environment.path and agent to null"
+    if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
+        yield (
+            "reward_model.model.input_tokenizer: samples that are tokenized again lose their pictures; set "
+            "it to null, with a reward model of the policy's family"
+        )

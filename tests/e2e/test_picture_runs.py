@@ -1,0 +1,176 @@
+"""Runs on prompts with pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import picture_rows
+import pytest
+import torch
+from picture_rows import options, picture, write_rows
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from strop.config.checks.pictures import require_pictures
+from strop.config.load import load_config
+from strop.errors import ConfigError, StropError
+from strop.trainer.build import build_trainer
+
+import runs
+from killing import kill
+
+SAVED = ("trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.test_freq=2")
+APART = (
+    "actor_rollout_ref.hybrid_engine=false",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+    "trainer.worker_group=local",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return picture_rows.inputs(tmp_path_factory.mktemp("pictures"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_ppo_trains_every_part_with_a_critic_and_a_reference(inputs, tmp_path, kind):
+    runs.train(options(inputs, tmp_path, kind=kind))
+    before, after = weights(inputs / kind), weights(tmp_path / "final_model")
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert not same, same
+    (first, _) = runs.metrics(tmp_path)
+    assert first["training/rollout_probs_diff_max"] < 2e-6
+    assert first["critic/vf_loss"] > 0
+
+
+def test_frozen_parts_keep_every_bit(inputs, tmp_path):
+    runs.train(options(inputs, tmp_path, "actor_rollout_ref.model.freeze=[encoder]"))
+    before, after = weights(inputs / "smolvlm"), weights(tmp_path / "final_model")
+    same = {name.split(".")[1] for name in before if torch.equal(before[name], after[name])}
+    changed = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
+    assert (same, changed) == ({"vision_model"}, {"connector", "text_model"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["update", "seal", "log"])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, steps, point):
+    keys = (*(APART if steps else ()), f"trainer.async_steps={steps}")
+    run = options(inputs, tmp_path / "run", *SAVED, *keys)
+    kill(point, 3, run)
+    expected = runs.hashes(runs.train(options(inputs, tmp_path / "undisturbed", *SAVED, *keys)))
+    assert runs.hashes(runs.train(run)) == expected
+    assert runs.metrics(tmp_path / "run") == runs.metrics(tmp_path / "undisturbed")
+
+
+def test_a_resume_with_another_picture_is_refused(inputs, tmp_path):
+    rows = write_rows(tmp_path / "own.jsonl", 24)
+    run = options(inputs, tmp_path / "run", "trainer.save_freq=1", f"data.train_files={rows}")
+    runs.train(run)
+    (tmp_path / "own-1-0.png").write_bytes(picture(999, 84))
+    with pytest.raises(StropError, match="pictures"):
+        runs.train([*run, "trainer.total_training_steps=3"])
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_where_most_rows_have_no_picture(inputs, tmp_path):
+    """Ranks whose micro-batch has no picture do not hang, and exports are equal."""
+    keys = ("trainer.save_freq=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+    runs.train(options(inputs, tmp_path / "one", *keys, rows="sparse"))
+    two = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
+    runs.train(options(inputs, tmp_path / "two", *keys, *two, rows="sparse")).shutdown()
+    expected, found = (weights(tmp_path / name / "final_model") for name in ("one", "two"))
+    assert expected.keys() == found.keys()
+    difference = sum(((found[name] - expected[name]) ** 2).sum() for name in expected)
+    assert (difference / sum((weight**2).sum() for weight in expected.values())).sqrt() < 1e-5
+    files = [
+        sorted(path.name for path in (tmp_path / name / "final_model").iterdir()) for name in ("one", "two")
+    ]
+    assert files[0] == files[1]
+
+
+@pytest.mark.slow
+def test_a_run_over_ray_is_that_of_one_process(inputs, tmp_path):
+    local = runs.hashes(runs.train(options(inputs, tmp_path / "local")))
+    apart = (
+        "trainer.resource_pools={main: [1], other: [1]}",
+        "trainer.placement={Critic: other}",
+        "trainer.worker_group=ray",
+    )
+    trainer = runs.train(options(inputs, tmp_path / "ray", *apart))
+    assert runs.hashes(trainer) == local
+    trainer.shutdown()
+
+
+def test_an_exported_model_is_what_transformers_loads(inputs, tmp_path):
+    run = options(inputs, tmp_path)
+    trainer = runs.train(run)
+    folder = tmp_path / "final_model"
+    source = inputs / "smolvlm" / "processor_config.json"
+    assert (folder / source.name).read_bytes() == source.read_bytes()
+    AutoImageProcessor.from_pretrained(folder)
+    loaded = AutoModelForImageTextToText.from_pretrained(folder)
+    own = trainer.actor.worker.engine.module.hugging_face_model
+    trial = trainer.actor.worker.engine.module.reader.trial_rows()
+    arguments = trainer.actor.worker.engine.module.reader.inputs(trial).arguments()
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**arguments).logits, own.eval()(**arguments).logits)
+
+
+def test_a_model_with_pictures_trains_on_text(inputs, tmp_path):
+    rows = tmp_path / "text.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "1"}) + "\n" for n in range(24)))
+    runs.train(options(inputs, tmp_path / "run", f"data.train_files={rows}", f"data.val_files={rows}"))
+    before, after = weights(inputs / "smolvlm"), weights(tmp_path / "run" / "final_model")
+    changed = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"text_model"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["actor_rollout_ref.rollout.name=http"], "rollout.name=http generates from text alone"),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron", "trainer.n_gpus_per_node=2"],
+            "reads text alone; set its strategy to fsdp",
+        ),
+        (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size=2"),
+        (["environment.tools=[python]"], "environments, tools and agents"),
+    ],
+)
+def test_what_takes_no_pictures_is_refused(inputs, tmp_path, keys, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        require_pictures(load_config(options(inputs, tmp_path, *keys)))
+
+
+def test_the_refusal_comes_before_a_model_loads(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "strop.engines.torch.engine.build_module", lambda *given, **more: pytest.fail("loads")
+    )
+    keys = options(inputs, tmp_path, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
+    with pytest.raises(ConfigError, match="the data set has pictures"):
+        build_trainer(load_config(keys)).init_workers()
+
+
+SEEN = """
+def score(response, images):
+    assert all(picture.mode == "RGB" for picture in images)
+    return sum(picture.width for picture in images) / 100
+"""
+
+
+def test_a_reward_sees_the_pictures_of_its_prompt(inputs, tmp_path):
+    (tmp_path / "seen.py").write_text(SEEN)
+    reward = f"custom_reward_function.path={tmp_path / 'seen.py'}"
+    runs.train(options(inputs, tmp_path / "run", reward, "trainer.total_training_steps=3"))
+    scores = [line["critic/score/mean"] for line in runs.metrics(tmp_path / "run")]
+    # 12 rows with a picture of width 56, 12 with two of width 84, in three batches of 8
+    assert sum(scores) / 3 == pytest.approx((0.56 + 2 * 0.84) / 2, abs=1e-6)
