@@ -7,7 +7,8 @@ weights stream by: exports and vLLM get what a published checkpoint of the famil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -28,6 +29,18 @@ from strop.models.loader import persistent_buffers
 
 Waiting = dict[str, dict[str, Tensor]]
 """Weights by name, of groups that are not complete."""
+
+
+def _published_prefix(model: PreTrainedModel) -> Callable[[str], str]:
+    """Return the change of a name by which an encoder of pictures has those of published files.
+
+    transformers 5.19 takes ``vision_model`` out of the names of CLIP and SigLIP when it reads them, and does
+    not put it back; vLLM 0.32 reads the published names alone.
+    """
+    encoder = getattr(model.config, "vision_config", None)
+    if getattr(encoder, "model_type", None) not in ("clip_vision_model", "siglip_vision_model"):
+        return lambda name: name
+    return partial(re.compile(r"(^|\.)vision_tower\.(?!vision_model\.)").sub, r"\1vision_tower.vision_model.")
 
 
 class CheckpointLayout:
@@ -60,7 +73,12 @@ class CheckpointLayout:
         named = [
             name for name, _ in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
         ]
-        self._places = {name: rename(name) for name in sorted(named, key=dot_natural_key)}
+        published = _published_prefix(model)
+        self._places = {
+            name: (published(place), pattern)
+            for name in sorted(named, key=dot_natural_key)
+            for place, pattern in [rename(name)]
+        }
         """Name in the model -> name of its group of converted weights, and the pattern of its conversion."""
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self._groups: dict[str, set[str]] = {}

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedConfig
 
+from strop.models.heads import reads_pictures
 from strop.models.loader import dtype_named
 from strop.rollout.base import RolloutSpec
 from strop.rollout.in_flight import InFlight, continued_seed
@@ -27,6 +28,7 @@ from strop.rollout.vllm.kind import (
 
 _BLOCK = 128
 """Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
+_SEEN_BOTH_WAYS = ("gemma3", "paligemma")
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Entries of a model's configuration that say nothing of its numbers."""
 FIXED: dict[str, Any] = {
@@ -56,6 +58,7 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
     config, rollout = spec.config, cast(Any, spec.config.actor_rollout_ref.rollout)
     # Stop strings, bad words and grammars need vLLM's tokenizer; else it sees token ids only.
     reads_text = not extra_sampling(config).keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
+    reads_text |= spec.max_pictures > 0  # vLLM finds placeholders by its tokenizer
     dtype = dtype_named(KIND.dtype(config), spec.device)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
@@ -65,8 +68,11 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
         "skip_tokenizer_init": not reads_text,
         "trust_remote_code": spec.model["trust_remote_code"],
         "dtype": str(dtype).removeprefix("torch."),
-        # dummy: start without weights, the trainer sends them
-        "load_format": "dummy" if rollout.load_format.startswith("dummy") else "auto",
+        # dummy: start without weights, the trainer sends them. With pictures vLLM 0.32's dummy weights would
+        # also overwrite the constants that normalize pixels (visual.input_norm), which are in no checkpoint.
+        "load_format": "dummy"
+        if rollout.load_format.startswith("dummy") and not spec.max_pictures
+        else "auto",
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -74,6 +80,13 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
         "enforce_eager": enforce_eager(config),
         "tensor_parallel_size": ranks,
     }
+    if reads_pictures(model):
+        arguments["limit_mm_per_prompt"] = {"image": spec.max_pictures, "video": 0}
+        arguments["mm_processor_cache_gb"] = 0
+        data = config.data
+        bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+        if bounds := {name: value for name, value in bounds.items() if value is not None}:
+            arguments["mm_processor_kwargs"] = bounds
     if spec.device.type != "cuda":
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, arguments, model, dtype, engines)
     return arguments
@@ -143,8 +156,13 @@ def head_width(model: PreTrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def why_unsupported(model: PreTrainedConfig, device: str) -> str | None:
+def why_unsupported(model: PreTrainedConfig, device: str, *, pictures: bool = False) -> str | None:
     """Return an error for models that vLLM reports late, or computes otherwise than transformers."""
+    if pictures and device == "cpu" and model.model_type in _SEEN_BOTH_WAYS:
+        return (
+            f"rollout.name=vllm: on a CPU it attends causally over the pictures of {model.model_type}, whose "
+            "tokens see each other; set actor_rollout_ref.rollout.name=hf"
+        )
     if model.model_type == "phimoe":
         # vLLM 0.32 loads the bias of the output layer and does not add it.
         computed = {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": False}

@@ -37,6 +37,8 @@ from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
+from strop import pictures
+from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids
@@ -91,6 +93,7 @@ class VLLMRollout(QueuedRollout):
         seed_per_sample: bool | None = None,
         rank: int = 0,
         world_size: int = 1,
+        texts: PromptPictures | None = None,
         episodes: Episodes | None = None,
     ) -> None:
         """Start the engine; ``ModelError`` with vLLM's reason if it fails.
@@ -98,7 +101,7 @@ class VLLMRollout(QueuedRollout):
         ``model`` gives names and shapes of the weights; its parameters may be on the meta device.
         ``arguments`` are those of ``engine_arguments``, ``sampling`` further fields of ``SamplingParams``.
         ``seed_per_sample=False`` seeds each call instead of each sample; None: where that is faster.
-        See ``QueuedRollout`` for others.
+        ``texts``: those of pictures, where prompts have some. See ``QueuedRollout`` for others.
         """
         super().__init__(
             pad_token_id=pad_token_id,
@@ -110,7 +113,8 @@ class VLLMRollout(QueuedRollout):
         self._weights = CheckpointWeights(model)
         self._name = type(model).__name__
         self._asleep = False
-        if reason := why_unsupported(model.config, device.type):
+        self._texts = texts
+        if reason := why_unsupported(model.config, device.type, pictures=texts is not None):
             raise ModelError(reason)
         on_a_cpu = whole_prompts(arguments) if device.type == "cpu" else {}
         self._options = sampling_options(sampling or {})
@@ -144,6 +148,10 @@ class VLLMRollout(QueuedRollout):
         """See ``RolloutEngine.build``; the weights come with the first update."""
         model, _ = defer_causal_lm(**spec.model)
         end_ids = end_token_ids(model, spec.tokenizer)
+        texts, data = None, spec.config.data
+        if spec.max_pictures:
+            bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+            texts = PromptPictures(load_processor(spec.model["path"], spec.tokenizer, **bounds))
         return cls(
             model,
             engine_arguments(spec, model.config),
@@ -155,12 +163,14 @@ class VLLMRollout(QueuedRollout):
             seed_per_sample=seed_per_sample(spec.config),
             rank=spec.rank,
             world_size=spec.world_size,
+            texts=texts,
             episodes=Episodes.of(spec, end_ids),
         )
 
     def _begun(self, prompts: DataProto, params: SamplingParams) -> InFlight:
         """Return the samples of all ranks of the tensor-parallel group, each of which submits all of them."""
-        columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
+        names = (*PROMPT_COLUMNS, "seeds", "images")
+        columns = prompts.select(*(name for name in names if name in prompts.batch))
         of_ranks, rank = gathered(columns.to("cpu")), get_tp_group().rank_in_group
         if (episodes := self._episodes) is None:
             return InFlight(prompts, params, of_ranks, rank)
@@ -200,6 +210,8 @@ class VLLMRollout(QueuedRollout):
         # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
         if not self._llm.reset_prefix_cache():
             raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
+        if self._texts is not None:
+            self._llm.llm_engine.reset_encoder_cache()  # it is by picture, whatever the weights are
 
     @contextlib.contextmanager
     def waves(self, params: SamplingParams, *, keeps: bool = False) -> Generator[Wave]:
@@ -287,6 +299,7 @@ class VLLMRollout(QueuedRollout):
                 for output in steps:
                     batch, row = running[output.request_id]
                     (generated,) = output.outputs
+                    _require_prompt(batch, row, output.prompt_token_ids)
                     outputs[output.request_id] = batch, row, generated
                     if not output.finished:
                         continue
@@ -301,8 +314,20 @@ class VLLMRollout(QueuedRollout):
         return [*outputs.values()]
 
     def _add(self, key: str, batch: InFlight, row: int, kind: RequestOutputKind) -> None:
-        prompt = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
-        self._llm.llm_engine.add_request(key, tokens_input(prompt), self._sampling(batch, row, kind))
+        self._llm.llm_engine.add_request(key, self._prompt(batch, row), self._sampling(batch, row, kind))
+
+    def _prompt(self, batch: InFlight, row: int) -> Any:
+        """Return what a request continues; vLLM expands the placeholders of pictures itself."""
+        number = row // batch.params.n
+        prompt, so_far = batch.prompt_ids[number].tolist(), batch.ids(row)
+        digests = [digest for digest in batch.images[number].tolist() if digest] if batch.images else []
+        if self._texts is None or not digests:
+            return tokens_input(prompt + so_far)
+        return {
+            "prompt_token_ids": self._texts.unexpanded(prompt, digests) + so_far,
+            "multi_modal_data": {"image": [pictures.opened(digest) for digest in digests]},
+            "multi_modal_uuids": {"image": [f"{digest:016x}" for digest in digests]},
+        }
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
         """Return the parameters of the request that continues a sample."""
@@ -334,7 +359,10 @@ class VLLMRollout(QueuedRollout):
 
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group."""
-        return self._weights.held(gathered(held_checksums(self._worker.model_runner.get_model())))
+        model = self._worker.model_runner.get_model()
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        name_in_vllm = None if mapper is None else mapper.get_rename_mapper().map_name
+        return self._weights.held(gathered(held_checksums(model)), name_in_vllm)
 
     def release(self) -> None:
         """Free weights and KV cache where vLLM can sleep (on a GPU)."""
@@ -343,6 +371,18 @@ class VLLMRollout(QueuedRollout):
             self._llm.sleep(level=2)
             self._weights.ledger.forget()
             self._asleep = True
+
+
+def _require_prompt(batch: InFlight, row: int, given: Sequence[int] | None) -> None:
+    """Raise ``TrainingError`` if vLLM has made other tokens of a prompt's pictures than the trainer has."""
+    if not batch.images or given is None:
+        return
+    expected = batch.prompt_ids[row // batch.params.n].tolist()
+    if list(given[: len(expected)]) != expected:
+        raise TrainingError(
+            f"vLLM makes other tokens of a prompt's pictures than the data set: {len(given)}, beginning with "
+            f"{list(given)[:20]}, expected {len(expected)}, {expected[:20]}; do the image processors agree?"
+        )
 
 
 def gathered(value: Any) -> list[Any]:
