@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from strop import manifest
-from strop.config.paths import runs_near
+from strop.config.paths import ADAPTER_CONFIG, runs_near
 from strop.errors import CheckpointError
 from strop.files import atomic_write_text, crash_point
 from strop.manifest import MANIFEST, TRAINER_STATE, Entry, Manifest
@@ -95,6 +95,24 @@ def source_in(
             f"{path} has no checkpoint of {wanted}; it has those of {', '.join(map(str, sorted(there)))}"
         )
     return there[chosen]
+
+
+def auto_class(folder: Path) -> str:
+    """Return the class of transformers that loads a folder with a model, or with an adapter of one."""
+    try:
+        if (folder / ADAPTER_CONFIG).is_file():
+            found = str(json.loads((folder / ADAPTER_CONFIG).read_text())["task_type"])
+        else:
+            found = str(json.loads((folder / "config.json").read_text())["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        found = ""
+    if found.endswith("ForSequenceClassification") or found == "SEQ_CLS":
+        return "AutoModelForSequenceClassification"
+    return (
+        "AutoModelForImageTextToText"
+        if found.endswith("ForConditionalGeneration")
+        else "AutoModelForCausalLM"
+    )
 
 
 def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path:

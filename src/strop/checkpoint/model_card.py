@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from strop.checkpoint.folder import auto_class
 from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
 from strop.config.trees import TREES, Tree
@@ -66,7 +67,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
         template_path=str(Path(__file__).with_name("model_card_template.md")),
         name=repo_id.rpartition("/")[2],
         summary=_summary(command, values, base, last),
-        auto="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM",
+        auto=auto_class(model),
         repo_id=repo_id,
         revision=revision,
         addresses={name: redacted_text(str(address)) for name, address in addresses.items()},

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.checkpoint.folder import has_weights, newest_model
+from strop.checkpoint.folder import auto_class, has_weights, newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
@@ -48,9 +48,6 @@ logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Is called after each iteration with its number and its metrics; ``False`` stops the run."""
-
-CAUSAL = "AutoModelForCausalLM"
-"""Class of transformers that loads a policy."""
 
 
 class Run(ABC):
@@ -315,13 +312,10 @@ class Run(ABC):
         """Log the commands that show and use what the run has made: its folder may be a default."""
         if self.settings.val_only:
             return
-        run, model, auto = (
-            shlex.quote(str(self.folder.path)),
-            self.folder.final_model,
-            self.trainer.auto_class,
-        )
+        run, model = shlex.quote(str(self.folder.path)), self.folder.final_model
+        auto = auto_class(model)
         logger.info("view:  strop view %s --web", run)
-        if auto == CAUSAL:
+        if not auto.endswith("SequenceClassification"):
             logger.info("eval:  strop eval %s --data FILE%s", run, self._environment_keys())
         else:
             logger.info("use:   reward_model.enable=True reward_model.model.path=%s", shlex.quote(str(model)))

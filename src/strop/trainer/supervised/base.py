@@ -33,7 +33,7 @@ from strop.tracking.report import ShownPair, ValidationReport
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.frozen_head import warn_of_frozen_head
-from strop.trainer.loop import CAUSAL, OnStep, Run
+from strop.trainer.loop import OnStep, Run
 from strop.trainer.metrics import PhaseTimer, peak_memory
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
@@ -57,8 +57,6 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     role: ClassVar[Role]
     group_name: ClassVar[str]
     """Name of the model's folder in a checkpoint."""
-    auto_class: ClassVar[str] = CAUSAL
-    """Class of transformers that loads the model."""
     collate: ClassVar[Callable[..., DataProto]]
     """Function of ``strop.data.answers`` that makes a batch from rows."""
 

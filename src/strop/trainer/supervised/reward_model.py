@@ -73,7 +73,6 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
     trains_policy: ClassVar[bool] = False
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"
-    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return metrics of all pairs; the mean score becomes the model's offset."""
