@@ -79,13 +79,31 @@ def opened(digest: int) -> Any:
 
     Raises :class:`DataError` for a picture that cannot be decoded.
     """
+    return _decoded(held(digest), _picture(digest).where)
+
+
+def _decoded(encoded: bytes, where: str) -> Any:
     from PIL import Image, ImageOps
 
-    encoded = held(digest)
     try:
         return ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
     except Exception as error:  # decoders raise many kinds
-        raise DataError(f"{_picture(digest).where}: the picture is damaged: {error}") from error
+        raise DataError(f"{where}: the picture is damaged: {error}") from error
+
+
+class Sent:
+    """Pictures by digest that unpickle as a list of what ``opened`` returns, in a process that holds none."""
+
+    def __init__(self, digests: Iterable[int]) -> None:
+        self._digests = [digest for digest in digests if digest]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = [(held(digest), _picture(digest).where) for digest in self._digests]
+        return _all_decoded, (files,)
+
+
+def _all_decoded(files: list[tuple[bytes, str]]) -> list[Any]:
+    return [_decoded(encoded, where) for encoded, where in files]
 
 
 def files(digests: Iterable[int]) -> dict[int, Picture]:

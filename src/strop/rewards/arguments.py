@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.errors import ConfigError, RewardError, nearest
+from strop.pictures import Sent
 
 if TYPE_CHECKING:
     from strop.protocol import DataProto  # imports torch
@@ -61,6 +62,7 @@ SAMPLE_NAMES = {
     "prompt_ids": "the prompt's token ids",
     "response_ids": "the response's token ids",
     "truncated": "True if the response ended at the length limit",
+    "images": "the prompt's pictures, of PIL in RGB; an empty list without",
 }
 """Name -> meaning. A column of the data with such a name is not passed."""
 TURN_NAMES = {
@@ -336,6 +338,8 @@ class Row:
     """Its text as the model reads it; None if that is not known."""
     tail: Callable[[], str] | None = None
     """Its text after the last special token (``tail_of``); None if that is not known."""
+    images: Sequence[int] | None = None
+    """Digests of its pictures; None for a data set of text."""
 
     @property
     def is_chat(self) -> bool:
@@ -403,6 +407,8 @@ def named_values(
         known["response_ids"] = lambda: response_ids
     if truncated is not None:
         known["truncated"] = lambda: truncated
+    if wanted is not None and (row.images is not None or "images" not in row.columns):
+        known["images"] = lambda: Sent(row.images or ())  # not for **kwargs: files travel with each sample
     if played is not None or (wanted is not None and not TURN_NAMES.keys().isdisjoint(wanted)):
         # a sample without turns has one; there a column of the data may have such a name
         turns = played or Played([PlayedTurn(response)], "length" if truncated else "stop")
@@ -472,6 +478,7 @@ class SampleValues:
         self._tokenizer, self._prompts = tokenizer, prompts
         self._given = prompts.non_tensor_batch.get(prompt_key)
         self._columns = dict(prompts.non_tensor_batch)
+        self._images = prompts.batch.get("images")
 
     def of(
         self,
@@ -489,6 +496,7 @@ class SampleValues:
             ids=lambda: self._ids(prompt),
             text=lambda: self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False),
             tail=lambda: tail_of(self._ids(prompt), self._tokenizer),
+            images=None if self._images is None else self._images[prompt].tolist(),
         )
         return named_values(
             self._wanted,

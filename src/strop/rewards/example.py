@@ -167,11 +167,12 @@ def score_first_row(
     failure = ""
     for row, (columns, name) in enumerate(zip(rows, _TRIED, strict=False)):
         ids_BP = columns["input_ids"][None]
-        objects = {key: [value] for key, value in columns.items() if key != "input_ids"}
+        tensors = {"input_ids": ids_BP, "attention_mask": ids_BP == ids_BP}
+        if hasattr(columns.get("images"), "dtype"):  # digests; in a data set of text a column of the user
+            tensors["images"] = columns["images"][None]
+        objects = {key: [value] for key, value in columns.items() if key not in tensors}
         found = reward_fn.score_example(
-            DataProto.from_dict(
-                {"input_ids": ids_BP, "attention_mask": ids_BP == ids_BP}, {**objects, "uid": [f"0-{row}"]}
-            ),
+            DataProto.from_dict(tensors, {**objects, "uid": [f"0-{row}"]}),
             n=n,
             has_reward_model=settings.enable,
             is_check=is_check,
