@@ -15,6 +15,7 @@ ADAPTERS = [
     "target_modules",
     "exclude_modules",
     "modules_to_save",
+    "freeze",
     "lora_adapter_path",
 ]
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"

@@ -200,6 +200,8 @@ def test_keys_of_pictures_are_read_by_their_names_here():
     config = load_config([*given, f"{ROLLOUT}.limit_images=4", "data.image_key=photo"])
     data = config.data
     assert (data.image_key, data.min_pixels, data.max_pixels, data.max_images) == ("photo", 784, 3136, 4)
+    config = load_config([*given, "actor_rollout_ref.actor.freeze_vision_tower=True"])
+    assert config.actor_rollout_ref.model.freeze == ["encoder", "projector"]
     with pytest.raises(ConfigError, match=r"data\.min_pixels"):
         load_config(["data.mm_processor_kwargs.nframes=4"])
 
