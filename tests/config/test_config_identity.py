@@ -66,6 +66,8 @@ def test_model_data_and_reward_stay_and_only_the_model_counts_in_a_validation():
     } == MODELS | DATA | REWARDS | TURNS | TEACHER
     validated = {path for path, key in keys.items() if decides_what_is_trained(key, validates_only=True)}
     assert validated == MODELS
+    ahead = {path for path, key in keys.items() if decides_what_is_trained(key, runs_ahead=True)}
+    assert ahead == MODELS | DATA | REWARDS | TURNS | TEACHER | {"agent.concurrency"}
     assert {path for path, key in keys.items() if key.names_files} == FILES
     assert {path for path, key in keys.items() if key.resumes == NOT_COMPARED} == {
         *("trainer.experiment_name", "trainer.default_local_dir", "trainer.resume_mode")

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from strop.cli.check import tables
+from strop.cli.check import summary, tables
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -102,6 +102,13 @@ def test_strop_check_counts_the_rows_and_returns_the_status(overrides, tmp_path,
     assert row(capsys.readouterr().out, "training prompts") == "2,048"
     assert main(["check", *overrides, "data.train_files=/no/such.parquet"]) == 2
     assert mentions(capsys.readouterr().out, "data.train_files", "/no/such.parquet")
+
+
+def test_the_estimate_of_memory_names_what_it_cannot_count_of_agents(overrides):
+    for more, counted in ((["agent.command=x"], False), ([], True)):
+        config = load_config([*overrides, *more])
+        memory = summary(config, check(config), None)["memory"]
+        assert ("without branches of sessions" in memory) is not counted
 
 
 def test_the_report_shows_the_source_of_the_old_log_probs(overrides):

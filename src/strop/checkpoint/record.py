@@ -102,11 +102,14 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
             + ("name another folder for this run" if goes_on else "give a checkpoint of the same command")
         )
     found, keys = _changes(before, now, type(config)), all_keys(type(config))
+    runs_ahead = isinstance(config, Config) and config.trainer.async_steps >= 2
     others = [
         change
         for change in found
         if _is_used(change.key, config)
-        and decides_what_is_trained(keys[change.key], validates_only=config.trainer.val_only)
+        and decides_what_is_trained(
+            keys[change.key], validates_only=config.trainer.val_only, runs_ahead=runs_ahead
+        )
         and not is_the_same(change.key, change.before, change.now)
         and not _same_files(change.key, before, now)
     ]

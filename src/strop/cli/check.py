@@ -42,6 +42,7 @@ from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, reason_for_old_log_prob_pass
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.agent import uses_agent
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES, tree_of
 from strop.config.verl import versions
@@ -227,7 +228,9 @@ def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> 
             lines["steps"] = str(OptimizerSteps.of(config, train_rows))
         memory = supervised_forecast(config)
     if memory is not None:
-        lines["memory"] = f"{_size(memory.peak)} in one process at most (estimate)"
+        branches = isinstance(config, Config) and uses_agent(config)
+        kind = "estimate without branches of sessions" if branches else "estimate"
+        lines["memory"] = f"{_size(memory.peak)} in one process at most ({kind})"
     return {**lines, "run": f"{config.trainer.default_local_dir} (tables and all keys: --full)"}
 
 

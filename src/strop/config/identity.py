@@ -20,7 +20,7 @@ from strop.config.keys import Key, all_keys
 from strop.config.names import NO_REWARD, REWARD_MANAGERS, defining_file, is_import_path
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.base import NOT_COMPARED, SAME, SAME_MODEL
+from strop.config.schema.base import NOT_COMPARED, SAME, SAME_AHEAD, SAME_MODEL
 from strop.passed import is_function
 
 _UNKNOWN = object()
@@ -69,9 +69,10 @@ def value_in(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def decides_what_is_trained(key: Key, *, validates_only: bool = False) -> bool:
+def decides_what_is_trained(key: Key, *, validates_only: bool = False, runs_ahead: bool = False) -> bool:
     """Return True for a key of the model, the reward or the data; only the model counts in a validation."""
-    return key.resumes == SAME_MODEL or (key.resumes == SAME and not validates_only)
+    same = (SAME, SAME_AHEAD) if runs_ahead else (SAME,)
+    return key.resumes == SAME_MODEL or (key.resumes in same and not validates_only)
 
 
 def is_the_same(key: str, before: Any, now: Any) -> bool:

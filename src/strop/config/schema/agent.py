@@ -9,6 +9,7 @@ from pydantic import Field
 from strop.config.schema.base import (
     MAY_CHANGE,
     SAME,
+    SAME_AHEAD,
     Integer,
     PositiveInt,
     Processes,
@@ -36,7 +37,7 @@ class AgentConfig(Section, resumes=SAME):
     """The same as a shell command: OPENAI_BASE_URL, OPENAI_API_KEY, the row as JSON on its input."""
     parser: Annotated[Text, UNUSED]
     """Notation of tool calls: auto (as the chat template writes them), a name, or file.py:function."""
-    concurrency: Annotated[PositiveInt | None, MAY_CHANGE, UNUSED]
+    concurrency: Annotated[PositiveInt | None, SAME_AHEAD, UNUSED]
     """Programs that run at the same time on each rank; null: all, of a command 16."""
     lockstep: Annotated[bool, UNUSED]
     """Sample once every running program waits for an answer: equal log-probs whatever their delays."""

@@ -105,6 +105,8 @@ SAME_MODEL = Resumes("same model")
 """The value of the checkpoint, also in a run that only validates."""
 SAME = Resumes("same")
 """The value of the checkpoint, unless the run only validates."""
+SAME_AHEAD = Resumes("same ahead")
+"""The same where generation runs ahead by two iterations or more; any value elsewhere."""
 MAY_CHANGE = Resumes("may change")
 """Any; a change is logged."""
 NOT_COMPARED = Resumes("not compared")
