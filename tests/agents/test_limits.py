@@ -226,23 +226,50 @@ def test_the_sessions_beside_one_that_ends_its_process_do_not_run_one_by_one():
 
 
 async def _blocks_its_loop(base_url, number):
+    import asyncio
     import time
+    import urllib.request
 
-    import openai
-
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    await asyncio.to_thread(urllib.request.urlopen, f"{base_url}/chat/completions", body)
     if number == 1:
         time.sleep(600)
     return "ok"
 
 
 def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch):
-    monkeypatch.setattr(program, "_SILENT_S", 2.0)
-    with agents(_blocks_its_loop, prompts=3, timeout=4) as played:
+    monkeypatch.setattr(program, "_SILENT_S", 1.5)
+    with agents(_blocks_its_loop, prompts=3, timeout=2.5) as played:
         result = played.play()
     assert _ended(result) == ["stop", "error", "stop"]
     assert "blocked its event loop" in _error(result, 1)
+
+
+def test_a_program_that_starts_beside_one_that_was_ended_and_blocks_is_started_again(monkeypatch):
+    monkeypatch.setattr(program, "_SILENT_S", 3.0)  # more than the time after which the program is ended
+    with agents(_blocks_its_loop, prompts=3, timeout=1, concurrency=1) as played:
+        result = played.play()
+    assert _ended(result) == ["stop", "error", "stop"]
+
+
+async def _waits_without_await(base_url, number):
+    import asyncio
+    import time
+    import urllib.request
+
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+    if number == 2:
+        asyncio.get_running_loop().call_soon(time.sleep, 600)
+    return "ok"
+
+
+def test_coroutines_that_wait_for_answers_without_await_run_one_by_one(monkeypatch, caplog):
+    monkeypatch.setattr(program, "_SILENT_S", 1.5)
+    with agents(_waits_without_await, prompts=3) as played:
+        assert _ended(played.play()) == ["stop"] * 3
+        assert _ended(played.play()) == ["stop"] * 3  # in a process whose event loop stands still
+    assert "without await" in caplog.text
 
 
 def _asks_often(base_url, number):

@@ -169,7 +169,7 @@ class _Process:
 
     def kill(self, reason: str) -> None:
         """End the process, and so all programs in it."""
-        self.is_ending, self._heard_at = True, math.inf  # the next one has to begin before it is stuck
+        self.is_ending, self._heard_at = True, math.inf
         self._arrived.put(("", None, reason))
 
     def close(self) -> None:
@@ -183,6 +183,8 @@ class _Process:
                 self._take()
                 if self._running:
                     self._receive()
+                    if self._n_left and self.is_stuck:  # others would never begin
+                        self.kill("a program that was ended blocks their event loop")
                 elif self._n_left:  # threads that never end would compute on
                     self._drop()
             # Given to every program that runs, in its caller's thread.
@@ -212,9 +214,12 @@ class _Process:
                 self._n_left += 1
                 self._child.lane.post(pickle.dumps((name, None)))
             return
+        if not self._running:  # it was silent
+            self._heard_at = time.monotonic()
         self._running[name] = ended
         if self._child is None or (len(self._running) == 1 and not self._child.is_alive()):
             self._drop()
+            self._heard_at = math.inf  # it has to begin before it is stuck
             self._child = Child(
                 self._setup,
                 self._memory_limit_mb,

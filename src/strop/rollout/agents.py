@@ -256,6 +256,11 @@ class AgentRollout:
                 if play.started is None or play.started.stop(reason):
                     self._end(play, "error", reason)
         running = [play for play in plays if play.state == "running"]
+        placed = [(play, play.started.process) for play in running if play.started]
+        busy = {process for play, process in placed if play.has_begun and not play.is_waiting(now)}
+        for play, process in placed:
+            if not play.has_begun and process not in busy and process.is_stuck:
+                process.kill("a coroutine that waits without await blocks its event loop")
         # programs whose process has ended start again apart, a half each time: who ends it is soon alone
         together = {
             (play.starts, place % 2 ** (play.starts - 1))
