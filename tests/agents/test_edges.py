@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import http.client
+import json
 import socket
+import time
+import urllib.request
 from typing import Any
 
 import pytest
 import torch
-from scripted_agents import HI, KEYS, agents, call, new_session
+from aiohttp import ClientConnectionResetError, web
+from scripted_agents import HI, KEYS, agents, answer, call, new_session
 from test_limits import _asks, _ended, _error, _Open
 
+from strop.agents import session as session_module
 from strop.agents.chat import Refusal, read_request
 from strop.agents.session import Node
 from strop.config.checks.check import check
@@ -36,6 +43,105 @@ def test_requests_at_the_same_time_share_the_room_that_is_left():
         session.answer(node)
     assert len(session.row().ids) == 2
     assert nodes[2].answer.content == ""
+
+
+def _asks_while_the_first_is_sampled(base_url):
+    import json
+    import threading
+    import time
+    import urllib.error
+    import urllib.request
+
+    found = {}
+
+    def ask(text):
+        body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+        try:
+            urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+            found[text] = "answered"
+        except urllib.error.HTTPError as error:
+            found[text] = error.read().decode()
+
+    threads = [threading.Thread(target=ask, args=(text,)) for text in ("Hi", "then")]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    return json.dumps(found)
+
+
+def test_a_request_that_finds_the_room_taken_when_it_is_sampled_is_refused():
+    def slowly(context: list[int], seed: int | None) -> str:
+        time.sleep(0.8)
+        return "y" * 95
+
+    with agents(_asks_while_the_first_is_sampled, slowly, max_tokens=100) as played:
+        result = played.play()
+    found = json.loads(json.loads(result.non_tensor_batch["conversation"][0])["response"])
+    assert found["Hi"] == "answered"
+    assert "context_length_exceeded" in found["then"]
+    assert (_ended(result), result.batch["response_mask"].sum().item()) == (["length"], 96)
+
+
+def test_of_first_contexts_at_once_the_longest_that_fits_is_the_prompt_whichever_came_first():
+    bodies = [{"messages": [{"role": "user", "content": text}]} for text in ("b" * 120, "a", "c" * 300)]
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+        session = new_session(room=100)
+        nodes = {}
+        for number in order:
+            with contextlib.nullcontext() if number < 2 else pytest.raises(Refusal, match="exceeded"):
+                nodes[number] = session.submit(read_request(bodies[number]))
+        answer(session, "A", *nodes.values())
+        assert session.prompt_ids == nodes[0].context
+        assert len(session.row().ids) == len(nodes[1].context) + 4
+
+
+def test_a_recorded_answer_that_no_longer_fits_is_sampled_again():
+    before = new_session(room=100)
+    call(before, "y" * 90, HI)
+    session = new_session(room=100)
+    session.restore(before.state())
+    call(session, "A", [{"role": "user", "content": "before"}])
+    known = session.submit(read_request({"messages": HI}))
+    assert (known.answer, session.limits([known])) == (None, [100 - len(session.row().ids)])
+
+
+def test_only_the_longest_beginnings_of_a_request_are_compared_with_each_other(monkeypatch):
+    session, messages, compared = new_session(), [*HI], []
+    order = session_module._order
+    monkeypatch.setattr(session_module, "_order", lambda node: compared.append(node) or order(node))
+    for _ in range(4):
+        node = call(session, "A", messages)
+        messages += [node.message(), {"role": "user", "content": "b"}]
+    compared.clear()
+    session.submit(read_request({"messages": messages}))
+    assert compared == [node]
+
+
+def test_a_number_that_another_language_writes_otherwise_continues_its_call():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}
+    said = '<tool_call>{"name": "f", "arguments": {"a": [1.0, 1e2, 0.5]}}</tool_call>'
+    session = new_session(TEMPLATES["Qwen2.5"].text)
+    node = call(session, said, HI, tools=[tool])
+    message = node.message()
+    message["tool_calls"][0]["function"]["arguments"] = '{"a":[1,100,0.5]}'  # JSON.stringify(JSON.parse())
+    messages = [*HI, message, {"role": "tool", "tool_call_id": "x", "content": "1"}]
+    assert session.submit(read_request({"messages": messages, "tools": [tool]})).parent is node
+
+
+def test_a_client_that_leaves_a_stream_logs_no_error(monkeypatch, caplog):
+    async def gone(*_: object) -> None:
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", gone)
+    with _Open() as session:
+        url = f"{session.url}/s/{session.key}/v1/chat/completions"
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            urllib.request.urlopen(
+                url, json.dumps({"messages": HI, "stream": True}).encode(), timeout=2
+            ).read()
+    assert [record for record in caplog.records if "handling request" in record.getMessage()] == []
 
 
 def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():

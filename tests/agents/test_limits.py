@@ -85,6 +85,8 @@ class _Open:
 def test_requests_that_are_refused_say_why_once():
     tool = {"type": "function", "function": {"name": "f"}}
     image = {"type": "image_url", "image_url": {"url": "data:"}}
+    deep = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 5000 + "]" * 5000}}
+    called = {"role": "assistant", "content": "", "tool_calls": [deep]}
     refused = {
         "not JSON": b"{",
         "messages: found": {},
@@ -97,12 +99,16 @@ def test_requests_that_are_refused_say_why_once():
         "response_format": {"messages": HI, "response_format": {"type": "json_object"}},
         "tool_choice={": {"messages": HI, "tools": [tool], "tool_choice": tool},
         "max_tokens=0": {"messages": HI, "max_tokens": 0},
+        "temperature=1000": {"messages": HI, "temperature": 10**400},
+        "nested too deep": {"messages": [*HI, called, *HI]},
     }
     with _Open() as session:
         for words, body in refused.items():
             status, answer, headers = _sent(session.url, body, session.key)
             assert (status, headers.get("x-should-retry")) == (400, "false"), (words, answer)
             assert words.replace("not JSON", "no JSON") in answer["error"]["message"]
+        status, answer, _ = _sent(session.url, b"\x1f\x8b!", session.key, **{"Content-Encoding": "gzip"})
+        assert (status, "no JSON" in answer["error"]["message"]) == (400, True)
         status, answer, headers = _sent(session.url, {"messages": HI}, "0" * 32)
         assert (status, headers["x-should-retry"]) == (404, "false")
         status, answer, _ = _sent(session.url, b" " * (17 << 20), session.key)

@@ -132,8 +132,8 @@ def read_request(body: Any, *, seeded: bool = False) -> ChatRequest:
 
 def _number(body: Mapping[str, Any], name: str) -> float:
     value = body[name]
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise Refusal(400, f"{name}={value!r:.80}: expected a number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1000:
+        raise Refusal(400, f"{name}={value!r:.80}: expected a number from 0 on")
     return float(value)
 
 
@@ -192,9 +192,15 @@ def canonical(message: Mapping[str, Any]) -> str:
 
 def _parsed(arguments: Any) -> Any:
     try:
-        return json.loads(arguments)
+        return json.loads(arguments, parse_float=_number_of)
     except (TypeError, ValueError, RecursionError):
         return arguments
+
+
+def _number_of(text: str) -> float:
+    """Return 1 for 1.0, as JavaScript writes it."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def split_thinking(text: str, prompt_end: str = "") -> tuple[str, str]:

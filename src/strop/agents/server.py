@@ -7,6 +7,7 @@ final: the official client sends 408, 409, 429 and 5xx again, and others not at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import threading
@@ -131,6 +132,8 @@ class Server:
             return _refused(refusal.status, str(refusal))
         except asyncio.CancelledError:
             raise
+        except RecursionError:
+            return _refused(400, "arguments of calls are nested too deep")
         except Exception as error:  # noqa: BLE001 - a fault of strop: the client shows it
             return _refused(500, traceback_of(error))
         if body.get("stream"):
@@ -155,7 +158,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
         raise Refusal(413, f"the body exceeds {_LARGEST_BODY >> 20} MiB") from error
     except TimeoutError as error:
         raise Refusal(400, f"the body did not arrive within {_BODY_S:g} s") from error
-    except (ValueError, RecursionError, LookupError) as error:
+    except (ValueError, RecursionError, LookupError, web.RequestPayloadError) as error:
         raise Refusal(400, f"the body is no JSON: {error!s:.200}") from error
     return body
 
@@ -205,7 +208,6 @@ def _completion(body: dict[str, Any], reply: Reply) -> dict[str, Any]:
 async def _streamed(request: web.Request, body: dict[str, Any], reply: Reply) -> web.StreamResponse:
     """Send a finished answer as a stream of pieces."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
     pieces: list[dict[str, Any]] = [{"role": "assistant"}]
     if reply.answer.thinking:
         pieces.append({"reasoning_content": reply.answer.thinking})
@@ -225,6 +227,8 @@ async def _streamed(request: web.Request, body: dict[str, Any], reply: Reply) ->
     if isinstance(options, dict) and options.get("include_usage"):
         chunks.append({**head, "choices": [], "usage": _usage(reply)})
     lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in chunks]
-    await response.write("".join([*lines, "data: [DONE]\n\n"]).encode())
-    await response.write_eof()
+    with contextlib.suppress(ConnectionResetError):  # the client is gone
+        await response.prepare(request)
+        await response.write("".join([*lines, "data: [DONE]\n\n"]).encode())
+        await response.write_eof()
     return response

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,7 +171,10 @@ class Session:
             inserted = self._form.following(request, len(parent.history), is_stopped=parent.is_stopped)
             context = [*parent.context, *parent.ids, *inserted]
             request = request.after(parent.request, parent.history)
-        self._require_room(parent, inserted)
+        used = self.size([*self.nodes, *self.open], (parent, inserted))
+        if used >= self._room:
+            self.refused_by = "length"
+            raise self.no_room()
         digest = digest_of(context)
         number = self._counts[digest]
         self._counts[digest] += 1
@@ -180,6 +183,8 @@ class Session:
         self.n_calls += 1
         self.is_overlapping |= bool(self.open)
         known = self.recorded.get(key)
+        if known is not None and used + len(known["ids"]) > self._room:  # the program asks otherwise
+            known = None
         if known is not None:
             node.ids, node.log_probs, node.versions = (
                 list(known[name]) for name in ("ids", "log_probs", "versions")
@@ -201,31 +206,28 @@ class Session:
             and request.history[: len(node.history)] == node.history
             and node.request.shown == request.shown
         ]
-        if not fitting:
-            return None
+        most = max((len(node.history) for node in fitting), default=0)
 
-        def rank(node: Node) -> tuple[int, bool, bool, list[int]]:
-            sent = request.messages[len(node.history) - 1]
+        def rank(node: Node) -> tuple[bool, bool, list[int]]:
+            sent = request.messages[most - 1]
             ids = [call["id"] for call in sent.get("tool_calls", ())]
             assert node.answer is not None
             thoughts = {sent.get(name) for name in ("reasoning_content", "reasoning", "thinking")}
             thoughts |= {split_thinking(sent["content"])[0]} - {""}
             has_ids = bool(ids) and ids == node.call_ids
-            return len(node.history), has_ids, node.answer.thinking in thoughts, [-i for i in _order(node)]
+            return has_ids, node.answer.thinking in thoughts, [-i for i in _order(node)]
 
-        return max(fitting, key=rank)
+        longest = (node for node in fitting if len(node.history) == most)
+        return max(longest, key=rank, default=None)
 
-    def _require_room(self, parent: Node | None, inserted: Sequence[int]) -> None:
-        """Raise ``Refusal`` if a context leaves no room for a token."""
-        used = self.size([*self.nodes, *self.open], (parent, inserted))
-        if used >= self._room:
-            self.refused_by = "length"
-            raise Refusal(
-                400,
-                "context_length_exceeded: the session's contexts and answers have no room left in "
-                f"data.max_response_length={self._room} tokens (a first context of at most "
-                f"data.max_prompt_length={self._widest} needs none of them)",
-            )
+    def no_room(self) -> Refusal:
+        """Return the refusal of a request whose context does not fit."""
+        return Refusal(
+            400,
+            "context_length_exceeded: the session's contexts and answers have no room left in "
+            f"data.max_response_length={self._room} tokens (a first context of at most "
+            f"data.max_prompt_length={self._widest} needs none of them)",
+        )
 
     def _seed_of(self, request: ChatRequest, context: Sequence[int], number: int) -> int | None:
         """Return the seed of an answer: a function of the sample's seed and of the context alone."""
@@ -240,11 +242,23 @@ class Session:
 
     def begin(self, nodes: Sequence[Node]) -> list[Node]:
         """Return this session's open ``nodes`` in an order without arrival, before they are sampled."""
-        ordered = sorted(nodes, key=_order)
         if self.prompt_ids is None:
-            roots = [node.inserted for node in ordered if node.parent is None]
-            self.prompt_ids = next((ids for ids in roots if len(ids) <= self._widest), None)
-        return ordered
+            self.prompt_ids = self._prompt_of(node.inserted for node in nodes if node.parent is None)
+        return sorted(nodes, key=_order)
+
+    def _prompt_of(self, roots: Iterable[Sequence[int]]) -> list[int] | None:
+        """Return the context that becomes the row's prompt: the longest that fits, whichever came first."""
+        fitting = (ids for ids in map(list, roots) if len(ids) <= self._widest)
+        return max(fitting, key=lambda ids: (len(ids), ids), default=None)
+
+    def without_room(self) -> list[Node]:
+        """Take out open nodes for which those that were sampled meanwhile have left no room."""
+        found: list[Node] = []
+        while self.size([*self.nodes, *self.open]) > self._room:
+            found.append(max((node for node in self.open if not node.ids), key=_order))
+            self.open.remove(found[-1])
+            self.refused_by = "length"
+        return found
 
     def limits(self, nodes: Sequence[Node]) -> list[int]:
         """Return the most tokens of each of the open ``nodes``, sampled together; 0 without room."""
@@ -302,10 +316,8 @@ class Session:
         if further is not None:
             given.add((id(further[0]) if further[0] else 0, tuple(further[1])))
         prompt = self.prompt_ids
-        if prompt is None:  # the first context that fits will be
-            prompt = next(
-                (list(ids) for parent, ids in given if not parent and len(ids) <= self._widest), None
-            )
+        if prompt is None:
+            prompt = self._prompt_of(ids for parent, ids in given if not parent)
         inserted = sum(len(ids) for parent, ids in given if parent or list(ids) != prompt)
         return inserted + sum(len(node.ids) for node in nodes)
 

@@ -89,6 +89,14 @@ class _Play:
         """Return True if its program waits for an answer."""
         return any(node.is_awaited(now) for node in self.session.open)
 
+    def refuse(self, nodes: Iterable[Node], refusal: Refusal) -> None:
+        """Refuse requests that have no answer yet."""
+        for node in [*nodes]:
+            for sent in self.bodies.values():
+                sent[:] = [one for one in sent if one is not node]
+            if (future := self.futures.pop(node, None)) is not None:
+                future.get_loop().call_soon_threadsafe(_refuse, future, refusal)
+
 
 @dataclass(eq=False)
 class _Batch:
@@ -307,7 +315,7 @@ class AgentRollout:
         elif "lost" in outcome and not (play.is_alone and play.starts >= _STARTS):
             self._warn("a program was lost, and is started again", outcome["lost"])
             session.recorded = session.state()["answers"]
-            self._cancel(play, "the program is started again")
+            play.refuse(play.futures, Refusal(400, "the program is started again"))
             session.restart()
             play.bodies.clear()
             play.state = "waiting"
@@ -324,13 +332,8 @@ class AgentRollout:
     def _end(self, play: _Play, reason: str, error: str = "") -> None:
         play.session.end(reason, error)
         play.state, play.since = "ended", 0.0
-        self._cancel(play, "the session has ended", 403)
+        play.refuse(play.futures, Refusal(403, "the session has ended"))
         play.bodies.clear()
-
-    def _cancel(self, play: _Play, message: str, status: int = 400) -> None:
-        futures, play.futures = play.futures, {}
-        for future in futures.values():
-            self._server.loop.call_soon_threadsafe(_refuse, future, Refusal(status, message))
 
     def _warn(self, what: str, found: str) -> None:
         """Log the first failure of a kind; metrics count the others."""
@@ -381,6 +384,8 @@ class AgentRollout:
         with self._changed:
             waves = [_Wave.of(batch) for batch in batches]
             waves = [wave for wave in waves if wave.nodes]
+        if not waves:
+            return
         contexts: dict[tuple[int, ...], Tensor] = {}
         flights = [wave.in_flight(self._pad_id, contexts) for wave in waves]
         generate(flights, version)
@@ -456,7 +461,12 @@ class _Wave:
         """Collect the open nodes of a batch for which clients wait."""
         nodes, limits, now = [], [], time.monotonic()
         for play in batch.plays:
+            if not play.session.open:
+                continue
             ordered = play.session.begin([node for node in play.session.open if node.is_awaited(now)])
+            if late := play.session.without_room():
+                play.refuse(late, play.session.no_room())
+                ordered = [node for node in ordered if node not in late]
             nodes += [(play, node) for node in ordered]
             limits += play.session.limits(ordered)
         return cls(batch, nodes, limits)
