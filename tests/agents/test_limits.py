@@ -258,6 +258,20 @@ def test_a_program_that_starts_beside_one_that_was_ended_and_blocks_is_started_a
     assert _ended(result) == ["stop", "error", "stop"]
 
 
+async def _asks_in_a_thread(base_url):
+    import asyncio
+    import urllib.request
+
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    await asyncio.to_thread(urllib.request.urlopen, f"{base_url}/chat/completions", body)
+    return "ok"
+
+
+def test_coroutines_that_ask_in_threads_have_one_each():
+    with agents(_asks_in_a_thread, prompts=40, timeout=15) as played:  # 32 at most by default
+        assert _ended(played.play()) == ["stop"] * 40
+
+
 async def _waits_without_await(base_url, number):
     import asyncio
     import time

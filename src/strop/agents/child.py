@@ -21,6 +21,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from strop.environments.episode import in_one_line, plain
@@ -31,7 +32,7 @@ from strop.rewards.scorer import Scorer, outcome_of
 from strop.rewards.worker.child import receive, send, streams
 
 _LONGEST_OUTPUT = 1 << 20
-_STACK_BYTES = 1 << 20
+_STACK_BYTES, _MOST_THREADS = 1 << 20, 4096
 _MARK = "STROP_AGENT"
 """Environment variable of a command and what it starts, with a unique value."""
 _OWN_ID = os.getpid()
@@ -62,6 +63,8 @@ def main() -> None:
 
 async def _serve(function: Function | None, command: str, messages: Any, answers: IO[str]) -> None:
     loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
+    # lockstep waits for all programs: with fewer threads, as by default, some would never ask
+    loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS))
     running: dict[str, asyncio.Task[None]] = {}
 
     def read() -> None:
