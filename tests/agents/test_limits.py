@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +32,12 @@ def _sent(url: str, body: Any, key: str, **headers: str) -> tuple[int, dict[str,
     connection.request("POST", f"/s/{key}/v1/chat/completions", data, headers)
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read()), dict(answer.getheaders())
+
+
+def _error_of(url: str) -> dict[str, Any]:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(url, b"{}", timeout=30)
+    return json.loads(error.value.read())["error"]
 
 
 def _asks(base_url):
@@ -111,6 +119,8 @@ def test_requests_that_are_refused_say_why_once():
         assert (status, "no JSON" in answer["error"]["message"]) == (400, True)
         status, answer, headers = _sent(session.url, {"messages": HI}, "0" * 32)
         assert (status, headers["x-should-retry"]) == (404, "false")
+        error = _error_of(f"{session.url}/s/{session.key}/v1/responses")
+        assert "set the chat completions of your library" in error["message"]
         status, answer, _ = _sent(session.url, b" " * (17 << 20), session.key)
         assert (status, answer["error"]["message"]) == (413, "the body exceeds 16 MiB")
         accepted = {"temperature": 1, "top_p": 1.0, "n": 1, "logit_bias": None, "seed": None, "user": "me"}

@@ -86,6 +86,7 @@ class Server:
         before = "/s/{key}" if self._key_in_path else ""
         app.router.add_post(f"{before}/v1/chat/completions", self._complete)
         app.router.add_get(f"{before}/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", _unknown)
         # a handler is cancelled when its client is gone
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -139,6 +140,11 @@ class Server:
         if body.get("stream"):
             return await _streamed(request, body, reply)
         return web.json_response(_completion(body, reply))
+
+
+async def _unknown(request: web.Request) -> web.StreamResponse:
+    served = "POST /chat/completions and GET /models are served; set the chat completions of your library"
+    return _refused(404, f"{request.method} {request.path[-80:]} is not served: {served}")
 
 
 def _close(loop: asyncio.AbstractEventLoop, runner: web.AppRunner | None) -> Future[None]:
