@@ -8,6 +8,7 @@ import pytest
 import torch
 from pretended import DEVICE, Device
 
+from strop.algorithms.token_tree import PROMPT, plain
 from strop.config.load import load_config
 from strop.engines.base import OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
@@ -26,6 +27,7 @@ CPU = torch.device("cpu")
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, grad_clip=1.0)
 KINDS = {
     "packed": {},
+    "sessions with branches": {"branches": True},
     "critic": {"critic": True},
     "padded": {"packed": False},
     "LoRA": {"lora": True},
@@ -55,8 +57,11 @@ def engine(on: torch.device, device: Device, *, critic=False, packed=True, lora=
     return TorchEngine(module, device=on, optimizer=SETTINGS, **options)
 
 
-def samples() -> DataProto:
+def samples(*, branches: bool) -> DataProto:
     batch = DataProto(families.samples(GROUPS))
+    if branches:
+        batch.batch["follows"] = follows_BT = plain(*batch.batch["response_mask"].shape)
+        follows_BT[::2, 2] = PROMPT  # a second answer to the prompt
     chance = torch.Generator().manual_seed(1)
     for name in ("advantages", "old_log_probs", "values", "returns", "ref_log_prob"):
         shape = batch.batch["response_mask"].shape
@@ -64,9 +69,9 @@ def samples() -> DataProto:
     return batch
 
 
-def step(engine: TorchEngine, rows: int, device: Device | None = None):
+def step(engine: TorchEngine, rows: int, device: Device | None = None, *, branches: bool = False):
     """Return outputs, metrics, norm and weights of a step, and the waits of inference, gradient and step."""
-    batch, micro = samples(), MicroBatching(rows=rows)
+    batch, micro = samples(branches=branches), MicroBatching(rows=rows)
     config = load_config(["actor_rollout_ref.actor.use_kl_loss=true"])
     counts = {"n_tokens": 45.0, "n_seqs": 12.0, "max_response_length": 6}
     critic = isinstance(engine.module, ValueModel)
@@ -92,10 +97,11 @@ def step(engine: TorchEngine, rows: int, device: Device | None = None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_computes_as_on_a_cpu_and_waits_for_nothing_in_a_micro_batch(device, kind):
-    options = KINDS[kind]
-    expected, _ = step(engine(CPU, device, **options), 6)
-    found, few = step(engine(DEVICE, device, **options), 6, device)
-    _, many = step(engine(DEVICE, device, **options), 2, device)
+    options = {**KINDS[kind]}
+    branches = {"branches": options.pop("branches", False)}
+    expected, _ = step(engine(CPU, device, **options), 6, **branches)
+    found, few = step(engine(DEVICE, device, **options), 6, device, **branches)
+    _, many = step(engine(DEVICE, device, **options), 2, device, **branches)
     if kind == "bfloat16":  # the first step of a weight is its gradient's sign, which rounding may turn
         torch.testing.assert_close(found[:3], expected[:3], rtol=1e-2, atol=1e-3)
     else:
