@@ -24,6 +24,7 @@ import psutil
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "agents"), str(ROOT / "examples")]
 
+from machine import description  # noqa: E402
 from scripted_agents import Agents  # noqa: E402
 
 CLIENTS: list[Any] = []
@@ -138,7 +139,8 @@ def main() -> None:
         lines.append(f"| {name} | {' | '.join(measure(program, sessions, settings, **columns))} |")
         print(lines[-1], flush=True)
     if given.out:
-        given.out.write_text("\n".join(lines) + "\n")
+        head = ["# Agents", "", description("aiohttp", "openai", threads=1), "`benchmarks/agents.py`.", ""]
+        given.out.write_text("\n".join([*head, *lines]) + "\n")
 
 
 if __name__ == "__main__":
