@@ -236,7 +236,7 @@ def test_the_sessions_beside_one_that_ends_its_process_do_not_run_one_by_one():
         played.rollout._complete([batch], 0)
     assert [play.session.ended_by for play in batch.plays] == ["stop"] * 21 + ["error"] + ["stop"] * 10
     starts = [play.starts for play in batch.plays]
-    assert (starts[21], max(starts[::2])) == (6, 2)
+    assert (starts[21], max(starts[::2]) <= 2) == (6, True), starts  # those that end at once start once
     groups = {(count, place % 2 ** (count - 1)) for place, count in enumerate(starts)}
     assert len(groups) <= 11  # these run one after the other: the first, and two halves of each other start
 
