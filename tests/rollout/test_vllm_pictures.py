@@ -80,7 +80,11 @@ def test_probabilities_are_the_trainers_in_every_iteration(inputs, tmp_path, kin
     model = published(kind, tmp_path / "model")
     done = forked.run(runs.train, keys(inputs, model, tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "not verified" not in done.stderr
+    if kind == "llava":  # vLLM leaves out a norm behind the layer whose features are read
+        assert "2 of 64 weights" in done.stderr
+        assert "post_layernorm" in done.stderr
+    else:
+        assert "not verified" not in done.stderr
     found = differences(tmp_path / "run")
     assert len(found) == 6
     assert max(found) < 1e-6
