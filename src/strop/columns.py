@@ -7,8 +7,8 @@ the rows as object columns, so that reward functions can read them. tests/data/t
 tables against real batches.
 
 Shapes: B samples (prompts x n, a prompt's samples adjacent), P prompt tokens (``data.max_prompt_length``), T
-response tokens (``data.max_response_length``), L = P + T, H hidden size, n samples per prompt. Micro-batches
-drop token positions that are padding in all of their rows.
+response tokens (``data.max_response_length``), L = P + T, I pictures of a row, H hidden size, n samples per
+prompt. Micro-batches drop token positions that are padding in all of their rows.
 
 A worked example of the general layout: P = 3, T = 8.
 The policy of version 7 writes a tool call ("c1 c2") and its turn ends; the environment inserts the tool's
@@ -70,6 +70,7 @@ COLUMNS = _read("""
 input_ids           | BL  | int64   | id     | data    | forward passes | prompt and response; BP without
 attention_mask      | BL  | int64   | 0 or 1 | data    | forward passes | 1 on tokens, 0 on padding
 position_ids        | BL  | int64   | index  | data    | forward passes | clip(cumsum(attention_mask) - 1, 0)
+images              | BI  | int64   | digest | data    | passes, rewards | of pictures; 0: none | pictures
 data_source         | B   | object  | text   | data    | rewards, validation | selects the scorer
 reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
 extra_info          | B   | object  | record | data    | rewards | any further facts | optional

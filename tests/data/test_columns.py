@@ -17,10 +17,11 @@ from strop.data.answers import pair_batch
 from strop.data.loader import collate
 from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows
-from strop.models.loader import load_scorer
+from strop.models.loader import load_scorer, load_tokenizer
 from strop.protocol import DataProto
 from strop.workers.policy import ActorRolloutRefWorker
 
+import picture_models
 import tiny_model
 from runs import make_inputs, overrides, train
 
@@ -94,6 +95,10 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
         rows = Rows("tools", [{"prompt": "1+1=", "tools": [{"name": "f"}]}])
         dataset = RLHFDataset(rows, tokenizer, max_prompt_length=8, return_raw_chat=True)
         collate([dataset[0]], pad_token_id=0, max_prompt_length=8)
+        folder = picture_models.make("smolvlm", inputs / "pictures")
+        rows = Rows("pictures", [{"prompt": "?", "images": [np.zeros((56, 56, 3), np.uint8)]}])
+        dataset = RLHFDataset(rows, load_tokenizer(folder), max_prompt_length=48)
+        collate([dataset[0]], pad_token_id=0, max_prompt_length=48)
         row: dict[str, Any] = {
             "data_source": "x",
             **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.tensor([4, 5])),

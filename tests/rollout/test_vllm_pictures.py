@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_probabilities_are_the_trainers_in_every_iteration(inputs, tmp_path, kin
     done = forked.run(runs.train, keys(inputs, model, tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
     if kind == "llava":  # vLLM leaves out a norm behind the layer whose features are read
-        assert "2 of 64 weights" in done.stderr
+        assert re.search(r"\b2 of \d+ weights", done.stderr)
         assert "post_layernorm" in done.stderr
     else:
         assert "not verified" not in done.stderr
