@@ -44,8 +44,10 @@ def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
     return (-difference).relu() + common, difference.relu() + common
 
 
-def cut(layer: OutputLayer, words: int) -> OutputLayer:
+def cut(layer: Any, words: int) -> Any:
     """Return the first ``words`` of an output layer: models pad theirs to sizes that suit the hardware."""
+    if not isinstance(layer, OutputLayer):
+        return lambda hidden: layer(hidden)[..., :words]
     if len(layer.weight_VH) <= words:
         return layer
     bias_V = None if layer.bias_V is None else layer.bias_V[:words]

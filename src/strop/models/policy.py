@@ -165,27 +165,30 @@ class PolicyModel(RoleModel):
 
         All are float32, of ``logits / temperature``, and 0 where ``response_mask`` is 0. ``full_kl`` is the
         sum over the vocabulary of p (log p - log ref); it needs the batch column ``ref_hidden``.
-        ``with_teacher``: see ``Teaching.measure``. Of a teacher ``words`` cuts the output layer and ``top_k``
-        adds ``top_ids`` [B, T, K] and ``top`` [B, T, K + 1] of ``top_words``.
+        ``with_teacher``: see ``Teaching.measure``. ``words`` cuts the output layer; the log-prob of an id
+        beyond them is 0. ``top_k`` adds ``top_ids`` [B, T, K] and ``top`` [B, T, K + 1] of ``top_words``.
         """
         packing = self.packing(batch)
         tokens = ResponseTokens(batch, packing)
         hidden_NH = self.hidden_states_at(batch, tokens.before_BL, packing)
         layer, reference = self.projection.current(), None
-        if words is not None and isinstance(layer, OutputLayer):
-            layer = cut(layer, words)
+        ids_N = tokens.select(batch["responses"])
+        if words is not None:
+            layer, ids_N = cut(layer, words), ids_N.clamp(max=words - 1)
         if with_full_kl:
             reference = (tokens.select(batch["ref_hidden"]), self._reference_projection())
         found = token_log_probs(
             hidden_NH,
             layer,
-            tokens.select(batch["responses"]),
+            ids_N,
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_size=_CHUNK,
             ref=reference,
         )
         outputs = {"log_prob": tokens.spread(found.log_probs_N)}
+        if words is not None:
+            outputs["log_prob"] = outputs["log_prob"] * (batch["responses"] < words)
         if found.entropy_N is not None:
             outputs["entropy"] = tokens.spread(found.entropy_N)
         if found.full_kl_N is not None:

@@ -54,7 +54,7 @@ from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker
 from strop.workers.losses import Recorder, actor_objective
 from strop.workers.memory import phase
-from strop.workers.teacher import teacher_columns, words_of
+from strop.workers.teacher import cut_passes, teacher_columns, words_of
 
 
 class ActorRolloutRefWorker(RoleWorker):
@@ -104,6 +104,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model (twice if the role has actor and reference) and build what the role needs."""
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
+        self.words = words_of(self.tokenizer) if uses_teacher(self.config) else 0
         self.merges_export = self.section.model.lora_merge
         shares = self.role is Role.ActorRolloutRef and uses_reference(self.config)
         shares = shares and not self._is_reference
@@ -152,7 +153,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return Teaching(
             kind=teacher.kl,
             js_weight=teacher.js_weight,
-            words=words_of(self.tokenizer),
+            words=self.words,
             models=[self.model_options(model) for model in models],
         )
 
@@ -428,9 +429,8 @@ class ActorRolloutRefWorker(RoleWorker):
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` [B, T], and ``full_kl`` [B, T] for the full KL."""
         micro = self.micro_batching("log_prob")
-        found = self.engine.infer(
-            batch, micro, temperature=self.temperature, with_entropy=True, with_full_kl=self.full_kl
-        )
+        options = {"temperature": self.temperature, "with_entropy": True, "with_full_kl": self.full_kl}
+        found = self.engine.infer(batch, micro, **options, **self._cut_as_the_teacher())
         columns = {"old_log_probs": found["log_prob"], "entropys": found["entropy"]}
         if self.full_kl:
             columns["full_kl"] = found["full_kl"]
@@ -505,8 +505,12 @@ class ActorRolloutRefWorker(RoleWorker):
             temperature=self.temperature,
             with_entropy=True,
             with_full_kl=self.full_kl_loss,
-            **({"with_teacher": True} if self.teaches_in_loss else {}),
+            **({"with_teacher": True} if self.teaches_in_loss else self._cut_as_the_teacher()),
         )
+
+    def _cut_as_the_teacher(self) -> dict[str, int]:
+        """Return the argument of passes whose log-probs are compared with the teacher's."""
+        return cut_passes(self) if teaches_by_advantages(self.config) else {}
 
 
 def _counting(advanced: Callable[[int, int, int], None] | None) -> Advanced:

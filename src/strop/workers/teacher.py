@@ -36,6 +36,7 @@ class TeacherWorker(RoleWorker):
         """Load the policy's tokenizer, whose words are compared, and the teachers; wait for servers."""
         policy = self.config.actor_rollout_ref.model
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or policy.path)
+        self.words = words_of(self.tokenizer)
         self._scorers: list[Any] = []
         self._judges = [self._judge(teacher) for teacher in teachers_of(self.config.teacher)]
 
@@ -47,7 +48,7 @@ class TeacherWorker(RoleWorker):
             own = {"urls": teacher.servers, "token_env": self.config.teacher.token_env}
             settings = SimpleNamespace(**{**policy.rollout.get("http").model_dump(), **own})
             self._scorers.append(Scorer(settings, self.tokenizer, longest_row(self.config.data)[0]))
-            return partial(_scores, self._scorers[-1])
+            return partial(_scores, self._scorers[-1], self.words)
         self.engine = self.build_engine(
             "policy",
             self.model_options(teacher.model),
@@ -69,6 +70,9 @@ class TeacherWorker(RoleWorker):
     @phase("teacher")
     def compute_teacher(self, batch: DataProto) -> DataProto:
         """Return the columns of ``teacher_columns``, each row's by its teacher (column ``teacher``)."""
+        # a padding id of the policy's may be beyond the teacher's embeddings
+        known_BL = batch.batch["input_ids"].clamp(max=self.words - 1)
+        batch = DataProto({**batch.batch, "input_ids": known_BL})
         if len(self._judges) == 1:
             return self._judges[0](batch)
         whole: dict[str, Tensor] = {}
@@ -89,11 +93,12 @@ class TeacherWorker(RoleWorker):
         return DataProto(whole | {"teacher": batch.batch["teacher"]})
 
 
-def _scores(scorer: Any, batch: DataProto) -> DataProto:
-    """Return ``teacher_log_prob`` [B, T] by servers."""
+def _scores(scorer: Any, words: int, batch: DataProto) -> DataProto:
+    """Return ``teacher_log_prob`` [B, T] by servers; 0 for an id that is none of ``words``."""
     require_no_tree(batch, "teacher.servers", "name a model")
     columns = batch.batch
     mask_BT, real_BL = columns["response_mask"], columns["attention_mask"].bool()
+    mask_BT = mask_BT * (columns["responses"] < words)
     rows = [ids[real].tolist() for ids, real in zip(columns["input_ids"], real_BL, strict=True)]
     found_BL = torch.zeros(real_BL.shape)
     for row, real_L, scores in zip(found_BL, real_BL, scorer.score(rows), strict=True):
@@ -106,19 +111,22 @@ def words_of(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab().values())
 
 
+def cut_passes(worker: Any) -> dict[str, int]:
+    """Return the argument by which passes cut output layers to the worker's ``words``, if its engine can."""
+    return {"words": worker.words} if "whole_logits" in ENGINES[worker.strategy].offers else {}
+
+
 def teacher_columns(worker: RoleWorker, engine: Engine, batch: DataProto) -> DataProto:
     """Return ``teacher_log_prob`` and ``teacher_entropy`` [B, T], and what ``teacher.kl`` compares.
 
     That is ``teacher_hidden`` [B, T, H] for whole distributions, or ``teacher_ids`` [B, T, K] and
     ``teacher_top`` [B, T, K + 1], log-probs of the K likeliest words and of all others together.
     """
-    config, teacher, options = worker.config, worker.config.teacher, {}
+    config, teacher, options = worker.config, worker.config.teacher, {**cut_passes(worker)}
     if teacher_hidden(config):
         options["with_hidden"] = True
     elif teacher.top_k is not None:
         options["top_k"] = teacher.top_k
-    if "whole_logits" in ENGINES[worker.strategy].offers:
-        options["words"] = words_of(worker.tokenizer)
     temperature = config.actor_rollout_ref.rollout.temperature
     found = engine.infer(batch, worker.micro_batching("teacher"), temperature=temperature, **options)
     columns = {"teacher_log_prob": found["log_prob"], "teacher_entropy": found["entropy"]}
