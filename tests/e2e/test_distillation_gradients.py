@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_distillation import ALONE
+from test_turn_runs import ENVIRONMENT, STOPS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -14,8 +16,6 @@ from strop.workers.policy import ActorRolloutRefWorker
 
 import runs
 import tiny_model
-from test_distillation import ALONE
-from test_turn_runs import ENVIRONMENT, STOPS
 
 WORDS = 19
 PADDED = 32
