@@ -240,3 +240,23 @@ def test_vllms_share_holds_what_vllm_needs(on_gpus):
     fewer = "actor_rollout_ref.rollout.max_num_batched_tokens=256"
     assert on_gpus(f"{UTILIZATION}=0.2", *alone, fewer, gpus=8) == []
     assert on_gpus(f"{UTILIZATION}=0.15", gpus=8) == []  # two ranks each
+
+
+def test_hidden_states_of_a_teacher_are_counted_where_the_samples_are(model, monkeypatch):
+    def checked(*keys):
+        config = load_config(settings(model, f"teacher.model.path={model}", *keys))
+        need = forecast(config, BatchPlan.from_config(config)).resident
+        return need.get("samples: hidden states, likeliest words"), check(config).errors
+
+    large = ("data.train_batch_size=1024", "data.max_response_length=1000")
+    tokens = 1024 * 8 * 1000
+    assert checked(*large)[0] == tokens * 16 * 4
+    assert checked(*large, "teacher.top_k=3")[0] == tokens * (3 + 4) * 4
+    assert checked(*large, "teacher.kl=sampled")[0] is None
+    # ids, masks and log-probs take 32 bytes a token, the hidden states of a response 64
+    monkeypatch.setattr("strop.config.checks.inputs.machine_memory", lambda: tokens * 90)
+    found = [
+        any("columns alone" in line for line in checked(*large, *keys)[1])
+        for keys in ((), ("teacher.kl=sampled",))
+    ]
+    assert found == [True, False]

@@ -15,6 +15,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import all_keys, longest_row, value_at
 from strop.config.machine import machine_memory
 from strop.config.memory.facts import read_model_facts
+from strop.config.memory.forecast import hidden_columns
 from strop.config.names import missing_module
 from strop.config.paths import (
     expand,
@@ -236,13 +237,19 @@ def memory(config: Config) -> Iterator[Finding]:
     keys = f"data.train_batch_size={config.data.train_batch_size} x actor_rollout_ref.rollout.n={rollout.n}"
     if rollout.val_kwargs.n > rows:
         rows, keys = rollout.val_kwargs.n, f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n}"
-    yield from columns_in_memory(config, rows, keys)
+    of_states = (
+        0 if config.trainer.val_only else hidden_columns(config, config.data.train_batch_size * rollout.n)
+    )
+    yield from columns_in_memory(config, rows, keys, of_states)
 
 
-def columns_in_memory(config: RootConfig, rows: int, keys: str) -> Iterator[Finding]:
-    """Require that padded columns of ``rows`` sequences fit into this machine's memory."""
+def columns_in_memory(config: RootConfig, rows: int, keys: str, of_states: int = 0) -> Iterator[Finding]:
+    """Require that padded columns of ``rows`` sequences fit into this machine's memory.
+
+    ``of_states``: bytes of the hidden states among them.
+    """
     length, words = longest_row(config.data)
-    size, installed = rows * length * _BYTES_OF_A_TOKEN, machine_memory()
+    size, installed = rows * length * _BYTES_OF_A_TOKEN + of_states, machine_memory()
     if size > installed:
         yield error(
             f"{keys} sequences of {words} tokens: their columns alone take {size / 2**30:,.0f} GiB, and this "

@@ -12,8 +12,8 @@ from strop.config.backends import ROLLOUTS, Forecast, total
 from strop.config.batch_plan import BatchPlan, ForwardPlan, MicroBatchSize, engine_of, sequences_of_a_row
 from strop.config.keys import longest_row
 from strop.config.memory.facts import read_model_facts
-from strop.config.memory.shapes import activations, logits, number_bytes
-from strop.config.placement import Placement, process_count
+from strop.config.memory.shapes import FLOAT32, activations, logits, number_bytes
+from strop.config.placement import Placement, process_count, uses_gpu
 from strop.config.roles import (
     has_kl_in_reward,
     reason_for_old_log_prob_pass,
@@ -22,6 +22,7 @@ from strop.config.roles import (
     teacher_is_the_actor,
     teacher_models,
     uses_critic,
+    uses_full_kl,
     uses_reference,
     uses_teacher,
 )
@@ -60,7 +61,32 @@ def trainer_forecast(config: Config, plan: BatchPlan, *, pool: str | None = None
         tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
         size = _update(config, "critic", config.critic.model, tokens, has_logits=False)
         phases["critic update: activations"] = size
-    return Forecast(resident_weights(config, pool), phases)
+    resident = resident_weights(config, pool)
+    if not uses_gpu(config) and _is_in(config, "actor", pool):  # the driver shares the memory of a CPU
+        size = hidden_columns(config, plan.samples)
+        resident |= {"samples: hidden states, likeliest words": size} if size else {}
+    return Forecast(resident, phases)
+
+
+def hidden_columns(config: Config, samples: int) -> int:
+    """Return the bytes that the driver holds of hidden states and of the likeliest words of samples."""
+    teacher, widths = config.teacher, [0]
+    if teacher_hidden(config):
+        widths = [0 if facts is None else facts.hidden for facts in map(read_model_facts, teachers(config))]
+    numbers = max(widths, default=0)
+    if uses_teacher(config) and teacher.top_k is not None:
+        numbers += 2 * teacher.top_k + 1
+    if uses_full_kl(config):
+        facts = read_model_facts(config.actor_rollout_ref.model.path)
+        numbers += 0 if facts is None else facts.hidden
+    return samples * config.data.max_response_length * FLOAT32 * numbers
+
+
+def teachers(config: Config) -> list[str]:
+    """Return the path of each teacher in this run's processes."""
+    if teacher_is_the_actor(config):
+        return [config.actor_rollout_ref.model.path]
+    return [model.path for model in teacher_models(config).values()]
 
 
 def resident_weights(config: Config, pool: str | None = None) -> dict[str, int | None]:
@@ -72,10 +98,10 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
         models.append(("ref", "reference: weights", policy, False))
     if uses_critic(config):
         models.append(("critic", f"critic: {kept}", config.critic.model.path, True))
-    teachers = teacher_models(config)
-    for key, model in teachers.items():
+    taught_by = teacher_models(config)
+    for key, model in taught_by.items():
         name = key.removesuffix(".model").removeprefix("teacher.by_source.")
-        words = "teacher: weights" if len(teachers) == 1 else f"teacher {name}: weights"
+        words = "teacher: weights" if len(taught_by) == 1 else f"teacher {name}: weights"
         models.append(("teacher", words, model.path, False))
     if config.reward_model.enable:
         models.append(("reward_model", "reward model: weights", config.reward_model.model.path, False))
@@ -86,11 +112,10 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     }
     if teacher_hidden(config) and _is_in(config, "actor", pool):
         # the head compares with the student's, so it stands whole where that is
-        paths = [policy] if teacher_is_the_actor(config) else [model.path for model in teachers.values()]
         size = number_bytes(config.actor_rollout_ref.model)
         layers = [
             None if facts is None else facts.vocabulary * facts.hidden * size
-            for facts in map(read_model_facts, paths)
+            for facts in map(read_model_facts, teachers(config))
         ]
         held["teacher: output layer beside the actor"] = total(*layers)
     return held
