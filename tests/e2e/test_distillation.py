@@ -297,3 +297,39 @@ def test_with_a_reward_the_recipe_asks_for_groups(inputs, tmp_path):
     alone = load_tree(PPO, [], recipe="distill")
     assert [c.actor_rollout_ref.rollout.n for c in (config, alone)] == [8, 1]
     assert [c.reward_model.reward_manager for c in (config, alone)] == ["naive", "none"]
+
+
+@pytest.mark.parametrize("by_source", [False, True], ids=["one", "by_source"])
+def test_a_resume_with_a_teacher_of_other_weights_is_refused(inputs, tmp_path, by_source):
+    shutil.copytree(inputs / "teacher", tmp_path / "teacher")
+    keys = [f"teacher.model.path={tmp_path / 'teacher'}"]
+    if by_source:
+        text = f"{{strop/arithmetic: {{model: {{path: {tmp_path / 'teacher'}}}}}}}"
+        keys = ["teacher.model.path=''", f"teacher.by_source={text}"]
+    run = options(inputs, tmp_path / "run", *SAVED, *keys, "trainer.total_training_steps=1")
+    runs.train(run)
+    with open(tmp_path / "teacher" / "config.json", "a") as file:
+        file.write(" ")
+    with pytest.raises(ConfigError, match="trains something else"):
+        build_trainer(load_config([*run, "trainer.total_training_steps=2"]))
+
+
+def test_a_teacher_without_a_tokenizer_has_the_size_of_the_policy(inputs, tmp_path, caplog):
+    shutil.copytree(inputs / "teacher", tmp_path / "teacher")
+    for file in (tmp_path / "teacher").glob("*token*"):
+        file.unlink()
+    run = options(tmp_path, tmp_path / "run", *at(inputs))
+    build_trainer(load_config(run))
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(config | {"vocab_size": 32}))
+    with pytest.raises(StropError, match="no tokenizer by which to compare"):
+        build_trainer(load_config(run))
+
+
+def test_a_warning_names_the_end_token_if_it_is_another_token_of_the_teacher(inputs, tmp_path, caplog):
+    shutil.copytree(inputs / "teacher", tmp_path / "teacher")
+    for file in (tmp_path / "teacher").glob("tokenizer*"):
+        text = file.read_text().replace("<end>", "<x>").replace("<user>", "<end>")
+        file.write_text(text.replace("<x>", "<user>"))
+    build_trainer(load_config(options(tmp_path, tmp_path / "run", *at(inputs))))
+    assert "id 1 is '<end>' to the tokenizer and '<user>' to this model" in caplog.text

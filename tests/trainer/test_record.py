@@ -66,6 +66,12 @@ def test_a_changed_module_that_a_key_of_the_reward_names_is_another_reward(optio
         require_same_run(saved, load_config(options))
 
 
+def test_another_weight_of_a_part_is_another_reward_although_its_file_is_the_same(options):
+    saved = checkpoint(options)
+    with pytest.raises(ConfigError, match=naming("trains something else", "reward_model.parts")):
+        require_same_run(saved, load_config([*options, "+reward_model.parts.brief.weight=0.5"]))
+
+
 def test_a_moved_reward_is_the_same_one(options, tmp_path):
     saved = checkpoint(options)
     (tmp_path / "moved").mkdir()

@@ -100,7 +100,7 @@ def named_files(tree: Mapping[str, Any], config: RootConfig) -> dict[str, list[s
 
 
 def _defining(config: Config) -> dict[str, list[str]]:
-    """Return the files that define what keys of the reward, environment and agent name."""
+    """Return the files that define what keys of the reward, teachers, environment and agent name."""
     section = config.reward_model
     parts = [part.get("scorer") for part in section.parts.values() if isinstance(part, Mapping)]
     named = {"reward_model.parts": parts, "reward_model.reward_manager": [section.reward_manager]}
@@ -114,6 +114,11 @@ def _defining(config: Config) -> dict[str, list[str]]:
         key: files for key, names in own.items() if (files := [*filter(None, map(defining_file, names))])
     }
     environment, agent = config.environment, config.agent
+    # the folders of teachers that by_source names, as of any other model
+    models = [entry.get("model") for entry in config.teacher.by_source.values()]
+    paths = [expand(str(model["path"])) for model in models if isinstance(model, Mapping) and "path" in model]
+    if teachers := [path for path in paths if os.path.exists(path)]:
+        found["teacher.by_source"] = teachers
     named = {
         "environment.path": [*environment.path.values()],
         "environment.tools": environment.tools,

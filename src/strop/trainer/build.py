@@ -87,10 +87,10 @@ def check_models(config: Config, tokenizer: Any) -> None:
         ids = None if critic.path == policy.path else tokenizer  # else the policy's error would be repeated
         attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
     if has_teacher_role(config):
-        # of another size: heads are cut to the words of the tokenizer
         remedy = f"Set it to a model with the tokenizer of {policy.path}"
         for key, model in teacher_models(config).items():
-            attempt(lambda k=key, m=model: check_model(k, m, tokenizer, cache_dir, remedy=remedy))
+            given = partial(check_model, key, model, tokenizer, cache_dir)
+            attempt(partial(given, size=size, remedy=remedy, teaches=True))
     if rewards.enable:
         shared = rewards.model.input_tokenizer is None
 
@@ -106,13 +106,22 @@ def check_models(config: Config, tokenizer: Any) -> None:
 
 
 def check_model(
-    key: str, model: Any, tokenizer: Any, cache_dir: Any, *, size: int | None = None, remedy: str = ""
+    key: str,
+    model: Any,
+    tokenizer: Any,
+    cache_dir: Any,
+    *,
+    size: int | None = None,
+    remedy: str = "",
+    teaches: bool = False,
 ) -> int:
     """Check the model of a section against the ids that it will read; return the size of its vocabulary.
 
     ``key`` is the section's; ``tokenizer`` makes the ids (None: the model's own does), ``size`` is that of
     the policy's vocabulary. Tokens that one tokenizer lacks and added tokens may differ, and a larger
-    embedding matrix has rows to spare. Of a model without a tokenizer, the size must be the policy's.
+    embedding matrix has rows to spare. Of a model without a tokenizer, the size must be the policy's. A model
+    that ``teaches`` may be smaller, as output layers are cut to the words of the tokenizer, and the policy
+    imitates its use of added tokens, so a warning names one that differs.
 
     Raises:
         ModelError: ids are out of range, or mean other tokens to the model.
@@ -138,11 +147,11 @@ def check_model(
     own_size = own_config.get_text_config().vocab_size
     if tokenizer is not None:
         found = f"{key}.path={model.path}"
-        compared = own_size >= (size or 0) and _require_same_tokens(
-            found, folder, own_size, tokenizer, remedy, trust=trust
+        compared = (teaches or own_size >= (size or 0)) and _require_same_tokens(
+            found, folder, own_size, tokenizer, remedy, trust=trust, teaches=teaches
         )
         if size is not None and own_size != size and not compared:
-            reason = "" if own_size < size else ", and no tokenizer by which to compare them"
+            reason = "" if own_size < size and not teaches else ", and no tokenizer by which to compare them"
             raise ModelError(
                 f"{found}: the vocabularies differ: the policy has {size} tokens, this model has {own_size} "
                 f"tokens{reason}. {remedy}"
@@ -151,7 +160,7 @@ def check_model(
 
 
 def _require_same_tokens(
-    found: str, folder: Path, size: int, tokenizer: Any, remedy: str, *, trust: bool
+    found: str, folder: Path, size: int, tokenizer: Any, remedy: str, *, trust: bool, teaches: bool
 ) -> bool:
     """Raise ``ModelError`` if ids mean other tokens to the model; return False if it has no tokenizer."""
     remedy = remedy or "Set data.tokenizer to null, or to a tokenizer of this model"
@@ -168,9 +177,10 @@ def _require_same_tokens(
     if tokenizer.name_or_path == str(folder):
         return True
     try:
-        theirs = _ordinary_tokens(load_tokenizer(folder, trust_remote_code=trust))
+        other = load_tokenizer(folder, trust_remote_code=trust)
     except ModelError:
         return False
+    theirs = _ordinary_tokens(other)
     differing = sorted(token_id for token_id in ours.keys() & theirs if ours[token_id] != theirs[token_id])
     if differing:
         first = differing[0]
@@ -179,6 +189,16 @@ def _require_same_tokens(
             f"than to the tokenizer: the first, {first}, is {ours[first]!r} to the tokenizer and "
             f"{theirs[first]!r} to the model. {remedy}"
         )
+    if teaches:
+        added, own = ({i: token for token, i in t.get_added_vocab().items()} for t in (other, tokenizer))
+        differing = [token_id for token_id in added.keys() & own if added[token_id] != own[token_id]]
+        # the end token first: of a teacher with another one the policy learns not to end
+        for token_id in sorted(differing, key=lambda i: (i != tokenizer.eos_token_id, i))[:1]:
+            logger.warning(
+                "%s: added tokens differ: id %s is %r to the tokenizer and %r to this model, whose use of it "
+                "the policy imitates. %s",
+                *(found, token_id, own[token_id], added[token_id], remedy),
+            )
     return True
 
 
