@@ -764,10 +764,10 @@ class TrainTeacher(TypedDict, total=False):
     """The teacher's share of the mixture of js (beta of generalized JSD); at 0 and 1 it would be 0."""
     top_k: int | None
     """Compare the teacher's k likeliest words, and all others as one; null: all words."""
-    use: Literal["auto", "loss", "advantage"]
-    """auto: a part of the advantages with sampled, of the loss with the other kinds."""
     coef: float
     """Weight of the teacher's part."""
+    use: Literal["auto", "loss", "advantage"]
+    """auto: a part of the advantages with sampled, of the loss with the other kinds."""
     by_source: Mapping[str, Any]
     """Teacher of each data_source, as {math: {model: {path: A}}, code: {servers: [URL]}}; {}: one for all."""
     servers: Sequence[str]
@@ -1103,6 +1103,23 @@ class SftUpdate(TypedDict, total=False):
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
     optim: TrainActorRolloutRefActorOptim
     """AdamW and its learning-rate schedule, a function of the iteration."""
+    nll_coef: float
+    """Weight in the loss of the answers' own negative log-likelihood, with a teacher; 0: off."""
+
+
+class SftTeacher(TypedDict, total=False):
+    """A teacher of given answers."""
+
+    model: TrainTeacherModel
+    """The teacher's model; precision and packing are the policy's."""
+    kl: Literal["reverse", "forward", "js"]
+    """Divergence of whole distributions."""
+    js_weight: float
+    """The teacher's share of the mixture of js (beta of generalized JSD); at 0 and 1 it would be 0."""
+    top_k: int | None
+    """Compare the teacher's k likeliest words, and all others as one; null: all words."""
+    coef: float
+    """Weight of the teacher's part."""
 
 
 class SftKeys(TypedDict, total=False):
@@ -1112,6 +1129,8 @@ class SftKeys(TypedDict, total=False):
     """The run."""
     update: SftUpdate
     """The update: one optimizer step per iteration."""
+    teacher: SftTeacher
+    """A teacher of given answers."""
     lr: float
     """Short for update.optim.lr.
 

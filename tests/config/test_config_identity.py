@@ -87,6 +87,7 @@ def test_supervised_runs_keep_model_and_columns(command, columns):
     of_prompts = ("reward_fn_key", "data_source", "answer_key", "image_key", "min_pixels", "max_pixels")
     of_rows = DATA - {f"data.{name}" for name in of_prompts}
     assert found == {
+        *(TEACHER - {"teacher.use", "teacher.by_source"} if command == "sft" else ()),
         *(f"model.{name}" for name in ("path", *ADAPTERS)),
         *(f"data.{name}" for name in columns),
         *of_rows,

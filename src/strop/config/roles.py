@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from strop.config.names import NO_REWARD, needs_critic, sets_noise
 from strop.config.schema import Config
 from strop.config.schema.policy import has_kl_term
+from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.config.schema.teacher import THE_POLICY, has_teacher, teachers_of
 from strop.errors import ConfigError
 
@@ -23,17 +24,17 @@ def reference_is_the_actor(config: Config) -> bool:
     return uses_reference(config) and adapted and "RefPolicy" not in config.trainer.placement
 
 
-def uses_teacher(config: Config) -> bool:
+def uses_teacher(config: Config | SftConfig) -> bool:
     """Return True if there are updates that learn from a teacher."""
     return has_teacher(config) and not config.trainer.val_only
 
 
-def teacher_is_the_actor(config: Config) -> bool:
+def teacher_is_the_actor(config: Config | SftConfig) -> bool:
     """Return True if the teacher is the actor with its LoRA adapters off."""
     return uses_teacher(config) and config.teacher.model.path == THE_POLICY
 
 
-def has_teacher_role(config: Config) -> bool:
+def has_teacher_role(config: Config | SftConfig) -> bool:
     """Return True if a worker of its own holds the teacher."""
     return uses_teacher(config) and not teacher_is_the_actor(config)
 
@@ -56,7 +57,7 @@ def teaches_by_advantages(config: Config) -> bool:
     return uses_teacher(config) and config.teacher.kl == "sampled"
 
 
-def teacher_hidden(config: Config) -> bool:
+def teacher_hidden(config: Config | SftConfig) -> bool:
     """Return True if the teacher's hidden states travel, and its output layer is where the student is."""
     return uses_teacher(config) and config.teacher.kl != "sampled" and config.teacher.top_k is None
 
@@ -117,6 +118,14 @@ def model_paths(config: Config) -> dict[str, str]:
         paths["reward_model.model.path"] = config.reward_model.model.path
     for key, model in teacher_models(config).items():
         paths[f"{key}.path"] = model.path
+    return paths
+
+
+def supervised_model_paths(config: SupervisedConfig) -> dict[str, str]:
+    """Return the path of every model that a supervised run loads, by key."""
+    paths = {"model.path": config.model.path}
+    if isinstance(config, SftConfig) and has_teacher_role(config):
+        paths["teacher.model.path"] = config.teacher.model.path
     return paths
 
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, cast
 from omegaconf import DictConfig, OmegaConf
 
 from strop.config.backends import ENGINES, ROLLOUTS
-from strop.config.keys import short_names
+from strop.config.keys import all_keys, short_names
 from strop.config.placement import Root
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
@@ -39,7 +39,7 @@ class Tree(Generic[Root]):
     def defaults(self) -> DictConfig:
         """Return the content of that file, with defaults of back-ends that it lacks; not to be changed."""
         tree = cast(DictConfig, OmegaConf.load(self.defaults_file))
-        _add_back_ends(tree)
+        _add_back_ends(tree, self.schema)
         return tree
 
     @cache  # noqa: B019
@@ -72,16 +72,16 @@ class Tree(Generic[Root]):
         return config.author(path) or (f"follows {followed}" if followed else "default")
 
 
-def _add_back_ends(tree: DictConfig) -> None:
-    """Add the keys of back-ends that the file does not have, with the defaults of their classes, in place.
+def _add_back_ends(tree: DictConfig, schema: type[RootConfig]) -> None:
+    """Add the keys of back-ends in ``schema`` that the file does not have, in place.
 
-    An engine's first section has them; its others follow that one, key by key.
+    An engine's first section has the defaults of its class; its others follow that one, key by key.
     """
     for module in ENGINES.keys_modules():
         first = None
         for place, section in module.SECTIONS.items():
             path, fields = f"{place}.{module.SECTION}", section.model_fields
-            if OmegaConf.select(tree, place) is None or OmegaConf.select(tree, path) is not None:
+            if path not in all_keys(schema) or OmegaConf.select(tree, path) is not None:
                 continue
             values = {
                 name: f"${{{first}.{name}}}" if first else field.get_default(call_default_factory=True)

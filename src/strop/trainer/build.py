@@ -87,10 +87,8 @@ def check_models(config: Config, tokenizer: Any) -> None:
         ids = None if critic.path == policy.path else tokenizer  # else the policy's error would be repeated
         attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
     if has_teacher_role(config):
-        remedy = f"Set it to a model with the tokenizer of {policy.path}"
         for key, model in teacher_models(config).items():
-            given = partial(check_model, key, model, tokenizer, cache_dir)
-            attempt(partial(given, size=size, remedy=remedy, teaches=True))
+            attempt(partial(check_teacher, key, model, tokenizer, config, size))
     if rewards.enable:
         shared = rewards.model.input_tokenizer is None
 
@@ -103,6 +101,12 @@ def check_models(config: Config, tokenizer: Any) -> None:
         if not shared:
             attempt(lambda: _check_own_tokenizer(rewards.model, tokenizer, cache_dir))
     attempt.raise_errors()
+
+
+def check_teacher(key: str, model: Any, tokenizer: Any, config: Any, size: int | None) -> None:
+    """Check a teacher; see ``check_model``."""
+    remedy = f"Set it to a model with the tokenizer of {config.trained_model.path}"
+    check_model(key, model, tokenizer, config.data.cache_dir, size=size, remedy=remedy, teaches=True)
 
 
 def check_model(

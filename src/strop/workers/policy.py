@@ -456,7 +456,14 @@ class ActorRolloutRefWorker(RoleWorker):
     def compute_teacher(self, batch: DataProto) -> DataProto:
         """Return the columns of ``teacher_columns``, of the actor with its adapters off."""
         with self.engine.base_model():
-            return teacher_columns(self, self.engine, batch)
+            return teacher_columns(
+                self.engine,
+                batch,
+                micro=self.micro_batching("teacher"),
+                teacher=self.config.teacher,
+                temperature=self.temperature,
+                **cut_passes(self),
+            )
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("update_actor")

@@ -25,19 +25,23 @@ from strop.config.backends import ENGINES
 from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
 from strop.config.checks.supervised import Supervised
 from strop.config.keys import value_at
+from strop.config.roles import uses_teacher
 from strop.config.schema.supervised import (
     PreferenceConfig,
     RewardModellingConfig,
     SftConfig,
 )
+from strop.config.schema.teacher import THE_POLICY
 from strop.controller.group import Dispatch, register
-from strop.engines.base import Loss
+from strop.engines.base import Engine, Loss
 from strop.engines.micro_batches import MicroBatching
 from strop.models.scorer import REWARD_MEAN, REWARD_STD
+from strop.models.teaching import Teaching
 from strop.protocol import DataProto
 from strop.workers.base import Worker
 from strop.workers.losses import pair_figures, preference_loss
 from strop.workers.memory import phase
+from strop.workers.teacher import teacher_columns, words_of
 
 
 class SupervisedWorker(Worker[Supervised]):
@@ -45,27 +49,34 @@ class SupervisedWorker(Worker[Supervised]):
 
     def load(self, kind: Any, **spec: Any) -> None:
         """Load the tokenizer, which is saved with the model, and build the engine."""
-        model, update = self.config.model, self.config.update
+        self.load_tokenizer()
+        self.engine = self.build(kind, **spec)
+
+    def load_tokenizer(self) -> None:
+        """Load the tokenizer, which is saved with the model."""
+        model = self.config.model
         self.merges_export = model.lora_merge
-        options = self.model_options(model)
         self.tokenizer = self.load_tokenizer_from(
             self.config.data.tokenizer or model.path, trust_remote_code=model.trust_remote_code
         )
-        self.engine = self.engine_of(
-            kind,
-            options,
-            strategy=update.strategy,
-            section=ENGINES[update.strategy].section_of(self.config, "update"),
-            compute_dtype=model.compute_dtype,
-            packed=model.use_remove_padding,
-            compile=model.compile,
-            packing_key="model.use_remove_padding",
-            checkpointing=model.enable_gradient_checkpointing,
-            trained=update,
-            freeze=model.freeze,
-            lora=self.adapters_of(model, "model"),
-            **spec,
-        )
+
+    def build(self, kind: Any, **spec: Any) -> Engine:
+        """Build the engine of the trained model; ``spec`` may name another model and its section."""
+        model, update = self.config.model, self.config.update
+        options: dict[str, Any] = {
+            "model": self.model_options(model),
+            "strategy": update.strategy,
+            "section": ENGINES[update.strategy].section_of(self.config, "update"),
+            "compute_dtype": model.compute_dtype,
+            "packed": model.use_remove_padding,
+            "compile": model.compile,
+            "packing_key": "model.use_remove_padding",
+            "checkpointing": model.enable_gradient_checkpointing,
+            "trained": update,
+            "freeze": model.freeze,
+            "lora": self.adapters_of(model, "model"),
+        }
+        return self.engine_of(kind, **(options | spec))
 
     @property
     def micro_batching(self) -> MicroBatching:
@@ -79,19 +90,51 @@ class SupervisedWorker(Worker[Supervised]):
 
 
 class SftWorker(SupervisedWorker[SftConfig]):
-    """Supervised fine-tuning: raises the probability of given responses, token by token."""
+    """Supervised fine-tuning: raises the probability of given responses, token by token.
+
+    With a teacher it learns its distributions at the tokens of these responses.
+    """
+
+    teacher: Engine | None = None
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the language model."""
-        self.load("policy")
+        """Load the language model, and the teacher."""
+        section, spec = self.config.teacher, {}
+        self.load_tokenizer()
+        if uses_teacher(self.config):
+            own, self.words = section.model.path == THE_POLICY, words_of(self.tokenizer)
+            whole = section.top_k is None
+            spec["keeps_reference_head"] = own and whole
+            options = self.model_options(section.model)
+            models = [options] if whole and not own else []
+            spec["teaching"] = Teaching(
+                kind=section.kl, js_weight=section.js_weight, words=self.words, models=models
+            )
+        self.engine = self.build("policy", **spec)
+        if spec and own:
+            self.teacher = self.engine
+        elif spec:
+            frozen = ENGINES[self.config.update.strategy].section_of(self.config, "teacher")
+            self.teacher = self.build(
+                "policy", model=options, section=frozen, trained=None, freeze=[], lora=None, role="teacher"
+            )
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("update")
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take one optimizer step on a batch whose ``meta_info`` has ``n_tokens`` over all ranks."""
-        objective = response_objective(n_tokens=batch.meta_info["n_tokens"])
-        return self.train_on(batch, objective, self.config.update, self.micro_batching, with_entropy=False)
+        n_tokens, update, section = batch.meta_info["n_tokens"], self.config.update, self.config.teacher
+        if self.teacher is None:
+            objective = response_objective(n_tokens=n_tokens)
+            return self.train_on(batch, objective, update, self.micro_batching, with_entropy=False)
+        with self.teacher.base_model():
+            found = teacher_columns(
+                self.teacher, batch, micro=self.micro_batching, teacher=section, words=self.words
+            )
+        objective = response_objective(n_tokens=n_tokens, nll_coef=update.nll_coef, teacher_coef=section.coef)
+        options = {"with_entropy": False, "with_teacher": True}
+        return self.train_on(batch.union(found), objective, update, self.micro_batching, **options)
 
     @register(Dispatch.DATA_PARALLEL)
     @phase("testing")
@@ -101,13 +144,27 @@ class SftWorker(SupervisedWorker[SftConfig]):
         return DataProto({"log_prob": log_prob_BT.sum(dim=1)})
 
 
-def response_objective(*, n_tokens: float) -> Loss:
-    """Return the mean negative log-likelihood of the response tokens of a whole batch."""
+def response_objective(*, n_tokens: float, nll_coef: float = 1.0, teacher_coef: float | None = None) -> Loss:
+    """Return the mean negative log-likelihood of the response tokens of a whole batch.
+
+    With a ``teacher_coef``: ``nll_coef`` times that, plus ``teacher_coef`` times their mean divergence from
+    the teacher.
+    """
 
     def objective(
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return -masked_sum(outputs["log_prob"], columns["response_mask"]) / n_tokens, {}
+        mask_BT = columns["response_mask"]
+        nll = -masked_sum(outputs["log_prob"], mask_BT) / n_tokens
+        if teacher_coef is None:
+            return nll, {}
+        kl, agreement = (
+            masked_sum(outputs[f"teacher_{name}"], mask_BT) / n_tokens for name in ("kl", "agrees")
+        )
+        total = teacher_coef * kl
+        if nll_coef:  # at 0, skip the backward pass through the vocabulary
+            total = total + nll_coef * nll
+        return total, {"nll": nll, "teacher_kl": kl, "teacher_agreement": agreement}
 
     return objective
 

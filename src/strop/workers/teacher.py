@@ -13,11 +13,10 @@ from torch.nn.functional import pad
 
 from strop.config.backends import ENGINES
 from strop.config.keys import longest_row
-from strop.config.roles import teacher_hidden
 from strop.config.schema.teacher import Teacher, teachers_of
 from strop.controller.group import Dispatch, register
 from strop.engines.base import Engine
-from strop.engines.micro_batches import require_no_tree
+from strop.engines.micro_batches import MicroBatching, require_no_tree
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker
 from strop.workers.memory import phase
@@ -59,7 +58,14 @@ class TeacherWorker(RoleWorker):
             compile=policy.model.compile,
             trained=None,
         )
-        return partial(teacher_columns, self, self.engine)
+        return partial(
+            teacher_columns,
+            self.engine,
+            micro=self.micro_batching("teacher"),
+            teacher=self.config.teacher,
+            temperature=policy.rollout.temperature,
+            **cut_passes(self),
+        )
 
     def close(self) -> None:
         """End the requests to servers."""
@@ -116,19 +122,25 @@ def cut_passes(worker: Any) -> dict[str, int]:
     return {"words": worker.words} if "whole_logits" in ENGINES[worker.strategy].offers else {}
 
 
-def teacher_columns(worker: RoleWorker, engine: Engine, batch: DataProto) -> DataProto:
+def teacher_columns(
+    engine: Engine,
+    batch: DataProto,
+    *,
+    micro: MicroBatching,
+    teacher: Any,
+    temperature: float = 1.0,
+    **options: Any,
+) -> DataProto:
     """Return ``teacher_log_prob`` and ``teacher_entropy`` [B, T], and what ``teacher.kl`` compares.
 
     That is ``teacher_hidden`` [B, T, H] for whole distributions, or ``teacher_ids`` [B, T, K] and
     ``teacher_top`` [B, T, K + 1], log-probs of the K likeliest words and of all others together.
     """
-    config, teacher, options = worker.config, worker.config.teacher, {**cut_passes(worker)}
-    if teacher_hidden(config):
-        options["with_hidden"] = True
-    elif teacher.top_k is not None:
+    if teacher.top_k is not None:
         options["top_k"] = teacher.top_k
-    temperature = config.actor_rollout_ref.rollout.temperature
-    found = engine.infer(batch, worker.micro_batching("teacher"), temperature=temperature, **options)
+    elif teacher.kl != "sampled":
+        options["with_hidden"] = True
+    found = engine.infer(batch, micro, temperature=temperature, **options)
     columns = {"teacher_log_prob": found["log_prob"], "teacher_entropy": found["entropy"]}
     if "hidden" in found:
         columns["teacher_hidden"] = found["hidden"]

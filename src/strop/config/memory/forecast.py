@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from strop.config.backends import ROLLOUTS, Forecast, total
 from strop.config.batch_plan import BatchPlan, ForwardPlan, MicroBatchSize, engine_of, sequences_of_a_row
 from strop.config.keys import longest_row
-from strop.config.memory.facts import read_model_facts
+from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import FLOAT32, activations, logits, number_bytes
 from strop.config.placement import Placement, process_count, uses_gpu
 from strop.config.roles import (
@@ -28,7 +28,8 @@ from strop.config.roles import (
 )
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.model import ModelConfig
-from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
+from strop.config.schema.supervised import RewardModellingConfig, SftConfig, SupervisedConfig
+from strop.config.schema.teacher import THE_POLICY
 
 
 def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> Forecast:
@@ -111,12 +112,8 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
         if _is_in(config, name, pool)
     }
     if teacher_hidden(config) and _is_in(config, "actor", pool):
-        # the head compares with the student's, so it stands whole where that is
-        size = number_bytes(config.actor_rollout_ref.model)
-        layers = [
-            None if facts is None else facts.vocabulary * facts.hidden * size
-            for facts in map(read_model_facts, teachers(config))
-        ]
+        student = config.actor_rollout_ref.model
+        layers = [_layer(read_model_facts(path), student) for path in teachers(config)]
         held["teacher: output layer beside the actor"] = total(*layers)
     return held
 
@@ -136,7 +133,22 @@ def supervised_forecast(config: SupervisedConfig) -> Forecast:
     facts = read_model_facts(config.model.path)
     held = engine_of(config, "update").bytes(config, "update", facts, trains=True)
     size_of_pass = _update(config, "update", config.model, tokens, has_logits=has_logits)
-    return Forecast({"model: weights, gradients, AdamW": held}, {"update: activations, logits": size_of_pass})
+    models = {"model: weights, gradients, AdamW": held}
+    if isinstance(config, SftConfig) and uses_teacher(config):
+        own = config.teacher.model.path == THE_POLICY
+        facts = facts if own else read_model_facts(config.teacher.model.path)
+        if not own:
+            models["teacher: weights"] = engine_of(config, "update").bytes(
+                config, "teacher", facts, trains=False
+            )
+        if config.teacher.top_k is None:
+            models["teacher: output layer beside the model"] = _layer(facts, config.model)
+    return Forecast(models, {"update: activations, logits": size_of_pass})
+
+
+def _layer(facts: ModelFacts | None, policy: ModelConfig) -> int | None:
+    """Return the bytes of a teacher's output layer, which stands whole where the policy is."""
+    return None if facts is None else facts.vocabulary * facts.hidden * number_bytes(policy)
 
 
 def _update(

@@ -27,6 +27,7 @@ from strop.config.schema.base import (
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.root import RootConfig
+from strop.config.schema.teacher import NO_TEACHER, SftTeacherConfig
 from strop.config.schema.trainer import PairRunConfig, RunConfig
 
 
@@ -74,6 +75,13 @@ class UpdateConfig(Section, resumes=MAY_CHANGE):
     grad_clip: PositiveFloat
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
     optim: OptimConfig
+
+
+class SftUpdateConfig(UpdateConfig):
+    """The update: one optimizer step per iteration."""
+
+    nll_coef: Annotated[NonNegativeFloat, NO_TEACHER]
+    """Weight in the loss of the answers' own negative log-likelihood, with a teacher; 0: off."""
 
 
 class RewardUpdateConfig(UpdateConfig):
@@ -125,6 +133,13 @@ class SftConfig(SupervisedConfig):
     """The whole configuration of supervised fine-tuning."""
 
     data: SftDataConfig
+    update: SftUpdateConfig
+    teacher: SftTeacherConfig
+
+    @property
+    def trained_model(self) -> ModelConfig:
+        """The section of the model that a teacher teaches."""
+        return self.model
 
 
 class PairConfig(SupervisedConfig):

@@ -70,8 +70,7 @@ def teachers_of(section: Any) -> list[Teacher]:
 
 def has_teacher(config: Any) -> bool:
     """Return True if the configuration names a teacher."""
-    teacher = config.teacher
-    return bool(teacher.model.path or teacher.servers or teacher.by_source)
+    return config.teacher.is_named
 
 
 NO_TEACHER = no_effect("without a teacher", lambda at: not has_teacher(at.config))
@@ -110,17 +109,11 @@ def _wrong_use(at: At) -> bool:
     return _in_use(at) and at.value == wrong
 
 
-@engine_sections("teacher", NO_TEACHER)
-class TeacherConfig(Section, resumes=SAME):
-    """A teacher, alone or beside a reward."""
+class _TeachingConfig(Section, resumes=SAME):
+    """Keys of every teacher."""
 
     model: TeacherModelConfig
-    kl: Annotated[
-        Literal["reverse", "forward", "js", "sampled"],
-        NO_TEACHER,
-        needs("whole_logits", lambda at: _in_use(at) and at.value != "sampled", when="unless sampled"),
-    ]
-    """Divergence of whole distributions, or the reverse KL's estimate by the sampled token alone."""
+    kl: Any
     js_weight: Annotated[
         Number,
         Field(gt=0, lt=1),
@@ -135,6 +128,32 @@ class TeacherConfig(Section, resumes=SAME):
         ),
     ]
     """Compare the teacher's k likeliest words, and all others as one; null: all words."""
+    coef: Annotated[NonNegativeFloat, MAY_CHANGE, NO_TEACHER]
+    """Weight of the teacher's part."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if there is a teacher."""
+        return bool(self.model.path)
+
+
+class SftTeacherConfig(_TeachingConfig):
+    """A teacher of given answers."""
+
+    kl: Annotated[Literal["reverse", "forward", "js"], NO_TEACHER]
+    """Divergence of whole distributions."""
+
+
+@engine_sections("teacher", NO_TEACHER)
+class TeacherConfig(_TeachingConfig):
+    """A teacher, alone or beside a reward."""
+
+    kl: Annotated[
+        Literal["reverse", "forward", "js", "sampled"],
+        NO_TEACHER,
+        needs("whole_logits", lambda at: _in_use(at) and at.value != "sampled", when="unless sampled"),
+    ]
+    """Divergence of whole distributions, or the reverse KL's estimate by the sampled token alone."""
     use: Annotated[
         Literal["auto", "loss", "advantage"],
         NO_TEACHER,
@@ -146,8 +165,6 @@ class TeacherConfig(Section, resumes=SAME):
         ),
     ]
     """auto: a part of the advantages with sampled, of the loss with the other kinds."""
-    coef: Annotated[NonNegativeFloat, MAY_CHANGE, NO_TEACHER]
-    """Weight of the teacher's part."""
     by_source: dict[str, dict[str, Any]]
     """Teacher of each data_source, as {math: {model: {path: A}}, code: {servers: [URL]}}; {}: one for all."""
     servers: Annotated[
@@ -162,3 +179,8 @@ class TeacherConfig(Section, resumes=SAME):
     """URLs of servers of vLLM that have the teacher, in place of a model, with teacher.kl=sampled."""
     token_env: Annotated[Text | None, MAY_CHANGE, NO_TEACHER]
     """Environment variable with the servers' token."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if there is a teacher."""
+        return bool(self.model.path or self.servers or self.by_source)

@@ -22,7 +22,8 @@ from strop.config.backends import load_backend
 from strop.config.checks.check import check
 from strop.config.checks.supervised import OptimizerSteps, Supervised, few_steps
 from strop.config.placement import GLOBAL_POOL, pools_of
-from strop.config.schema.supervised import SupervisedConfig
+from strop.config.roles import supervised_model_paths
+from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
@@ -31,7 +32,13 @@ from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair, ValidationReport
 from strop.tracking.trackers import resolve_tracker
-from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
+from strop.trainer.build import (
+    check_model,
+    check_teacher,
+    fetch_tokenizer,
+    require_checkpoint,
+    worker_group_class,
+)
 from strop.trainer.frozen_head import warn_of_frozen_head
 from strop.trainer.loop import OnStep, Run
 from strop.trainer.metrics import PhaseTimer, peak_memory
@@ -291,10 +298,13 @@ def build(
     check(config).report(logger)
     require_checkpoint(Checkpoints.of(config, trained=(trainer_cls.group_name,)), config)
     own = [config.data.tokenizer] if config.data.tokenizer else []
+    models = supervised_model_paths(config)
     tokenizer = fetch_tokenizer(
-        config, config.model, models=[config.model.path], tokenizers=own, weights=with_weights
+        config, config.model, models=models.values(), tokenizers=own, weights=with_weights
     )
-    check_model("model", config.model, tokenizer, config.data.cache_dir)
+    size = check_model("model", config.model, tokenizer, config.data.cache_dir)
+    if isinstance(config, SftConfig) and "teacher.model.path" in models:
+        check_teacher("teacher.model", config.teacher.model, tokenizer, config, size)
     for name in config.trainer.logger:
         resolve_tracker(name)
     return trainer_cls(
