@@ -19,6 +19,10 @@ from torch.autograd.function import once_differentiable
 from strop.algorithms.output_layer import Blocks, OutputLayer, differentiate, product_dtype
 from strop.algorithms.output_sums import LOWEST, VANISHES
 
+_NEARLY_ALL = 80.0
+"""A log-ratio whose exp is finite; the smaller probability of the two counts nothing beyond it."""
+_TOP_ROWS = 128
+"""Tokens whose likeliest words are found at once: wide blocks, as each gives k candidates."""
 _FORBIDDEN = -1e4
 """Stands for a logit of -inf: its exp is 0, and differences are finite."""
 
@@ -36,12 +40,17 @@ def divergence(teacher: Tensor, student: Tensor, kind: str, js_weight: float = 0
     return -terms.sum(-1)
 
 
-def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
-    """Return log m - log p and log m - log q, given log p - log q; exactly 0 where that is 0."""
-    shares = difference.new_full((), js_weight), difference.new_full((), 1 - js_weight)
-    weight = torch.where(difference < 0, *shares)
-    common = (weight * (-difference.abs()).expm1()).log1p()
-    return (-difference).relu() + common, difference.relu() + common
+def _mixture(difference: Tensor, js_weight: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return log m - log p and log m - log q, given log p - log q; exactly 0 where that is 0.
+
+    With ``out`` they overwrite the two.
+    """
+    if out is None:
+        difference = difference.clamp(max=_NEARLY_ALL)
+        above_q = difference.expm1().mul(js_weight).log1p()
+        return above_q - difference, above_q
+    above_q = torch.expm1(difference.clamp_(max=_NEARLY_ALL), out=out).mul_(js_weight).log1p_()
+    return torch.sub(above_q, difference, out=difference), above_q
 
 
 def cut(layer: Any, words: int) -> Any:
@@ -91,17 +100,27 @@ def chosen_log_probs(
 def top_words(hidden_NH: Tensor, layer: OutputLayer, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the ids [N, K] of the k likeliest words, and their ``chosen_log_probs`` [N, K + 1]."""
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        blocks = _blocks(_Forbidding, hidden_NH.to(product_dtype(hidden_NH)), layer, temperature)
-        best_NK = hidden_NH.new_empty(len(hidden_NH), 0, dtype=torch.float32)
-        ids_NK = best_NK.long()
-        for words in blocks.words:
-            logits_Nv = blocks.logits(words)
-            found_NK, places_NK = logits_Nv.topk(min(k, logits_Nv.shape[1]), dim=1)
-            places_NK += words.start
-            ids_NK = torch.cat([ids_NK, places_NK], dim=1)
-            best_NK, order_NK = torch.cat([best_NK, found_NK], dim=1).topk(min(k, ids_NK.shape[1]), dim=1)
-            ids_NK = ids_NK.gather(1, order_NK)
+        parts = [
+            _top_of(_blocks(_Forbidding, rows.to(product_dtype(rows)), layer, temperature), k)
+            for rows in hidden_NH.split(
+                _TOP_ROWS if hidden_NH.device.type == "cpu" else max(len(hidden_NH), 1)
+            )
+        ]
+        ids_NK = torch.cat(parts)
     return ids_NK, chosen_log_probs(hidden_NH, layer, ids_NK, temperature=temperature)[0]
+
+
+def _top_of(blocks: Blocks, k: int) -> Tensor:
+    best_NK = blocks.hidden_NH.new_empty(len(blocks.hidden_NH), 0, dtype=torch.float32)
+    ids_NK = best_NK.long()
+    for words in blocks.words:
+        logits_Nv = blocks.logits(words)
+        found_NK, places_NK = logits_Nv.topk(min(k, logits_Nv.shape[1]), dim=1)
+        places_NK += words.start
+        ids_NK = torch.cat([ids_NK, places_NK], dim=1)
+        best_NK, order_NK = torch.cat([best_NK, found_NK], dim=1).topk(min(k, ids_NK.shape[1]), dim=1)
+        ids_NK = ids_NK.gather(1, order_NK)
+    return ids_NK
 
 
 def _blocks(kind: Any, hidden_NH: Tensor, layer: OutputLayer, temperature: float) -> Any:
@@ -119,8 +138,10 @@ class _Sum:
 
     def add(self, logits_Nv: Tensor, first: int, below_Nv: Tensor, exp_Nv: Tensor) -> None:
         """Add a block; write logits - highest and their exponentials to the last two."""
-        top_N, place_N = logits_Nv.max(dim=1)
-        self.best_N = torch.where(top_N > self.highest_N, place_N + first, self.best_N)
+        top_N = logits_Nv.amax(dim=1)
+        # of few rows after the first blocks: a search for the place takes three times as long as amax
+        higher = (top_N > self.highest_N).nonzero()[:, 0]
+        self.best_N[higher] = logits_Nv[higher].argmax(dim=1) + first
         highest_N = torch.maximum(self.highest_N, top_N)
         down_N = (self.highest_N - highest_N).clamp(min=VANISHES).double()
         self.sum_N, self.weighed_N = self.sum_N * down_N.exp(), self.weighed_N * down_N.exp()
@@ -196,9 +217,11 @@ class _Pair(_Forbidding):
             mean_N, rest_N = torch.zeros_like(q_log_N), torch.zeros_like(q_log_N)
             for words in self.words:
                 log_q_Nv, log_p_Nv = self.log_probs(words, self.both(words), q_log_N, p_log_N)
-                above_p_Nv, above_q_Nv = _mixture(log_p_Nv - log_q_Nv, self.js_weight)
-                mean_N = mean_N - (log_q_Nv.exp_() * above_q_Nv).sum(dim=1)
-                rest_N = rest_N - (log_p_Nv.exp_() * above_p_Nv).sum(dim=1)
+                difference_Nv = torch.sub(log_p_Nv, log_q_Nv, out=self.room(2, words))
+                out = self.teacher.room(2, words)
+                above_p_Nv, above_q_Nv = _mixture(difference_Nv, self.js_weight, out=out)
+                mean_N = mean_N - log_q_Nv.exp_().mul_(above_q_Nv).sum(dim=1)
+                rest_N = rest_N - log_p_Nv.exp_().mul_(above_p_Nv).sum(dim=1)
             found_N = self.js_weight * rest_N + (1 - self.js_weight) * mean_N
         agrees_N = student.best_N == teacher.best_N
         return (q_log_N, p_log_N, mean_N), Compared(found_N.float(), agrees_N.float())
@@ -224,8 +247,9 @@ class _Pair(_Forbidding):
             if self.kind == "reverse":
                 gradient_Nv = log_q_Nv.sub_(log_p_Nv).sub_(mean_N1).mul_(q_Nv)
             else:
-                above_q_Nv = _mixture(log_p_Nv - log_q_Nv, self.js_weight)[1]
-                gradient_Nv = above_q_Nv.neg_().sub_(mean_N1).mul_(q_Nv).mul_(1 - self.js_weight)
+                out = self.teacher.room(2, words)
+                above_q_Nv = _mixture(log_p_Nv.sub_(log_q_Nv), self.js_weight, out=out)[1]
+                gradient_Nv = above_q_Nv.add_(mean_N1).mul_(q_Nv).mul_(self.js_weight - 1)
         return gradient_Nv.mul_(upstream.upstream_N[:, None])
 
 
@@ -270,6 +294,7 @@ class _ChosenBlocks(_Forbidding):
 
     def choose(self, ids_NK: Tensor) -> None:
         """Sort the chosen words, so that each block finds its own."""
+        self._ids_NK = ids_NK
         ids, order = ids_NK.flatten().sort(stable=True)
         self._rows, self._columns, self._ids = order // ids_NK.shape[1], order % ids_NK.shape[1], ids
         starts = torch.tensor([words.start for words in self.words], device=ids.device)
@@ -285,12 +310,8 @@ class _ChosenBlocks(_Forbidding):
         """Return logits [N, K], log-sums of all words and of those that are not chosen, and the likeliest."""
         others = _Sum(shape[0], self.hidden_NH.device)
         picked_NK = torch.zeros(shape, device=self.hidden_NH.device)
-        highest_N, best_N = torch.full_like(others.highest_N, LOWEST), torch.zeros_like(others.best_N)
         for words in self.words:
             logits_Nv = self.logits(words, keep=words.stop <= keep)
-            top_N, place_N = logits_Nv.max(dim=1)
-            best_N = torch.where(top_N > highest_N, place_N + words.start, best_N)
-            highest_N = torch.maximum(highest_N, top_N)
             rows, places, number = self.chosen(words)
             picked_NK[rows, number] = logits_Nv[rows, places]
             rest_Nv = self.room(2, words).copy_(logits_Nv)
@@ -298,6 +319,9 @@ class _ChosenBlocks(_Forbidding):
             others.add(rest_Nv, words.start, self.room(1, words), self.room(2, words))
         others_N = torch.where(others.highest_N > LOWEST, others.log(), -torch.inf)
         everything_N = torch.logaddexp(picked_NK.double().logsumexp(dim=1), others_N)
+        top_N, number_N = picked_NK.max(dim=1)
+        chosen_N = self._ids_NK.gather(1, number_N[:, None])[:, 0]
+        best_N = torch.where(top_N >= others.highest_N, chosen_N, others.best_N)
         return picked_NK, everything_N, others_N, best_N
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Any) -> Tensor:
