@@ -117,7 +117,7 @@ class SftWorker(SupervisedWorker[SftConfig]):
         elif spec:
             frozen = ENGINES[self.config.update.strategy].section_of(self.config, "teacher")
             self.teacher = self.build(
-                "policy", model=options, section=frozen, trained=None, freeze=[], lora=None, role="teacher"
+                "policy", model=options, section=frozen, trained=None, freeze=None, lora=None, role="teacher"
             )
 
     @register(Dispatch.DATA_PARALLEL)
