@@ -20,9 +20,11 @@ from strop.engines.micro_batches import MicroBatching, columns_of
 from strop.errors import ModelError
 from strop.models import vision
 from strop.models.comparison import require_eager_figures
+from strop.models.heads import part_of
 from strop.models.loader import load_causal_lm, load_scorer
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing
+from strop.models.passes.compiled import CompiledLayers
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import PromptsOnce, first_with_prompt
 from strop.models.scorer import SequenceScorer, ValueModel
@@ -494,6 +496,15 @@ def test_adapters_of_all_linear_are_the_language_models(folders, kind):
         settings = LoraSettings(base="x", rank=2, alpha=4, exclude_modules=excluded, seed=0, key="model")
         adapters = Adapters(model, settings)
         adapted[excluded is None] = set(adapters._layers)
-    of_encoder = {name for name in adapted[False] if vision.part_of(f"{name}.weight")}
+    of_encoder = {name for name in adapted[False] if part_of(f"{name}.weight")}
     assert of_encoder  # on request
     assert adapted[True] == adapted[False] - of_encoder
+
+
+@pytest.mark.parametrize("kind", picture_models.FAMILIES)
+def test_compiled_layers_are_the_language_models(folders, kind):
+    model = load_causal_lm(folders(kind))
+    names = {id(layer): name for name, layer in model.base_model.named_modules()}
+    found = [names[id(layer)] for layer in CompiledLayers(model)._layers]
+    assert len(found) == model.config.get_text_config().num_hidden_layers
+    assert all(name.startswith(("language_model.", "text_model.")) for name in found)

@@ -9,9 +9,10 @@ Shapes: B rows of L tokens, H hidden.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +63,32 @@ def reason_unsupported(config: PretrainedConfig) -> str | None:
     return None
 
 
+_ENCODERS = frozenset({"vision_tower", "visual", "vision_model", "vision_encoder", "image_tower"})
+"""Names of an encoder in transformers (``PreTrainedModel.get_encoder``)."""
+_PROJECTORS = ("merger", "connector", "projector")
+"""Parts of the names of modules between encoder and language model."""
+
+
 def reads_pictures(config: PretrainedConfig) -> bool:
     """Return True for a family with an encoder of pictures."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and "vision_config" in config.sub_configs
+
+
+def part_of(name: str) -> Literal["encoder", "projector"] | None:
+    """Return the part of a model with pictures that a weight belongs to; None: the language model."""
+    path = name.split(".")
+    if any(mark in module for module in path for mark in _PROJECTORS):
+        return "projector"
+    return "encoder" if _ENCODERS.intersection(path) else None
+
+
+def encoder_modules(model: PreTrainedModel) -> str | None:
+    """Return a regular expression of the names of modules of encoder and projector; None without any."""
+    names = {name.partition(".")[0] for name, _ in model.base_model.named_parameters() if part_of(name)}
+    if not names:
+        return None
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    return "|".join(rf"{re.escape(prefix + name)}\..*" for name in sorted(names))
 
 
 def policy_class(config: PretrainedConfig) -> Any:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, is_url
 from strop.errors import ConfigError, MissingExtraError, ModelError, raised_as
 from strop.models.deferred import Weights
-from strop.models.vision import encoder_modules
+from strop.models.heads import encoder_modules
 
 _ADAPTER = "default"  # peft's name for the only adapter
 _HEAD = "score.weight"

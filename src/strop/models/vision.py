@@ -10,14 +10,13 @@ Shapes: B rows, L columns, P of them prompt, I pictures of a row, N computed tok
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from threading import Lock
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from transformers import PreTrainedModel
 
 from strop import pictures, ranks
 from strop.errors import ModelError
+from strop.models.heads import part_of
 from strop.models.inputs import PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, send
 from strop.models.prompts_once import prompt_width
@@ -41,10 +41,6 @@ _TRIAL_SIZES = ((56, 56), (56, 56), (112, 84))
 """Width and height of pictures in trial rows, in pixels."""
 _TRIAL_TOKENS = 7
 """Tokens of text in trial rows, of which three are in the prompt."""
-_ENCODERS = frozenset({"vision_tower", "visual", "vision_model", "vision_encoder", "image_tower"})
-"""Names of an encoder in transformers (``PreTrainedModel.get_encoder``)."""
-_PROJECTORS = ("merger", "connector", "projector")
-"""Parts of the names of modules between encoder and language model."""
 _recent: OrderedDict[tuple[str, int], dict[str, Tensor]] = OrderedDict()
 _one_thread = Lock()
 
@@ -301,14 +297,6 @@ class PictureReader(Reader):
         return {name: made[name] for name in self._processor.model_input_names if name in made}
 
 
-def part_of(name: str) -> Literal["encoder", "projector"] | None:
-    """Return the part of a model with pictures that a weight belongs to; None: the language model."""
-    path = name.split(".")
-    if any(mark in module for module in path for mark in _PROJECTORS):
-        return "projector"
-    return "encoder" if _ENCODERS.intersection(path) else None
-
-
 def freeze(model: PreTrainedModel, parts: Collection[str]) -> None:
     """Keep the weights of ``parts``, and log how many weights of which part are trained.
 
@@ -325,15 +313,6 @@ def freeze(model: PreTrainedModel, parts: Collection[str]) -> None:
     if ranks.is_first():
         trained = (f"{count:,} of the {part}" for part, count in counts.items() if part not in parts)
         logger.info("weights that are trained: %s", ", ".join(trained))
-
-
-def encoder_modules(model: PreTrainedModel) -> str | None:
-    """Return a regular expression of the names of modules of encoder and projector; None without any."""
-    names = {name.partition(".")[0] for name, _ in model.base_model.named_parameters() if part_of(name)}
-    if not names:
-        return None
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    return "|".join(rf"{re.escape(prefix + name)}\..*" for name in sorted(names))
 
 
 def reader_of(model: PreTrainedModel, image_processor: Any | None) -> Reader:

@@ -19,13 +19,16 @@ from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.attention import run_outside_graphs
-from strop.models.heads import decoder_of
+from strop.models.heads import decoder_of, part_of
 from strop.models.passes.graphs import many_graphs
 from strop.models.transformers_private import layer_classes
 
 
 class CompiledLayers:
-    """The decoder layers of a model; compiled in the body of ``on`` alone, so that rollouts are not."""
+    """The layers of a language model; compiled in the body of ``on`` alone, so that rollouts are not.
+
+    Those of an encoder of pictures are not among them.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the layers; graphs are compiled in the first passes, and serve every later one.
@@ -33,7 +36,11 @@ class CompiledLayers:
         Raises ``ModelError`` if transformers does not name the classes of the model's layers.
         """
         names = layer_classes(model)
-        self._layers = [part for part in decoder_of(model).modules() if type(part).__name__ in names]
+        self._layers = [
+            layer
+            for name, layer in decoder_of(model).named_modules()
+            if type(layer).__name__ in names and part_of(name) is None
+        ]
         if not self._layers:
             raise ModelError(
                 f"compile=True: {type(model).__name__} does not name its layers; set it to False"
