@@ -53,6 +53,8 @@ def test_ppo_trains_every_part_with_a_critic_and_a_reference(inputs, tmp_path, k
     (first, _) = runs.metrics(tmp_path)
     assert first["training/rollout_probs_diff_max"] < 2e-6
     assert first["critic/vf_loss"] > 0
+    assert first["training/rollout_probs_diff_max/pictures"] == first["training/rollout_probs_diff_max"]
+    assert "training/rollout_probs_diff_max/text" not in first
 
 
 def test_frozen_parts_keep_every_bit(inputs, tmp_path):

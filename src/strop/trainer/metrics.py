@@ -257,10 +257,15 @@ def sampler_metrics(batch: DataProto) -> dict[str, float]:
     columns = batch.batch
     if "old_log_probs" not in columns:
         return {}
-    statistics = rollout_statistics(
-        columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
-    )
-    return {f"training/rollout_{name}": value for name, value in statistics._asdict().items()}
+    given = tuple(columns[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    metrics = {f"training/rollout_{name}": x for name, x in rollout_statistics(*given)._asdict().items()}
+    if "images" in columns:  # a fault in the way of pictures would drown in rows of text
+        has_pictures_B = columns["images"].any(dim=1)
+        for name, rows_B in (("pictures", has_pictures_B), ("text", ~has_pictures_B)):
+            if rows_B.any():
+                found = rollout_statistics(*(column[rows_B] for column in given))
+                metrics[f"training/rollout_probs_diff_max/{name}"] = found.probs_diff_max
+    return metrics
 
 
 def staleness_metrics(batch: DataProto, *, version: int, warmup: int) -> dict[str, float]:
