@@ -51,7 +51,7 @@ def test_a_failed_look_up_of_vllm_is_an_error_with_its_reason(monkeypatch):
         raise KeyError("0->1")
 
     monkeypatch.setattr(engine, "LLM", fails)
-    monkeypatch.setattr(engine, "why_unsupported", lambda config, device: None)
+    monkeypatch.setattr(engine, "why_unsupported", lambda config, device, pictures: None)
     model = tiny_lm()
     with pytest.raises(ModelError, match=naming("did not start", "KeyError", "0->1")):
         engine.VLLMRollout(
