@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
@@ -20,7 +21,7 @@ from strop.engines.micro_batches import MicroBatching, columns_of
 from strop.errors import ModelError
 from strop.models import vision
 from strop.models.comparison import require_eager_figures
-from strop.models.heads import part_of
+from strop.models.heads import part_of, policy_class
 from strop.models.loader import load_causal_lm, load_scorer
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing
@@ -508,3 +509,9 @@ def test_compiled_layers_are_the_language_models(folders, kind):
     found = [names[id(layer)] for layer in CompiledLayers(model)._layers]
     assert len(found) == model.config.get_text_config().num_hidden_layers
     assert all(name.startswith(("language_model.", "text_model.")) for name in found)
+
+
+def test_llama_4_is_its_language_model_and_takes_no_pictures():
+    config = transformers.Llama4Config()
+    assert policy_class(config) is transformers.AutoModelForCausalLM
+    assert policy_class(transformers.Gemma3Config()) is transformers.AutoModelForImageTextToText

@@ -70,8 +70,12 @@ _PROJECTORS = ("merger", "connector", "projector")
 
 
 def reads_pictures(config: PretrainedConfig) -> bool:
-    """Return True for a family with an encoder of pictures."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and "vision_config" in config.sub_configs
+    """Return True for a family with an encoder of pictures.
+
+    Not for Llama 4, which has no part that makes hidden states of both: its language model is used alone.
+    """
+    known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and "vision_config" in config.sub_configs
+    return known and config.model_type != "llama4"
 
 
 def part_of(name: str) -> Literal["encoder", "projector"] | None:
