@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -15,6 +16,8 @@ from picture_rows import options, picture, write_rows
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+import strop
+from strop.checkpoint.folder import auto_class
 from strop.config.checks.pictures import require_pictures
 from strop.config.load import load_config
 from strop.errors import ConfigError, StropError
@@ -24,6 +27,9 @@ from strop.trainer.build import build_trainer
 import runs
 from killing import kill
 
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'"
+)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAVED = ("trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.test_freq=2")
 APART = (
@@ -190,3 +196,18 @@ def test_the_demo_learns_colours_from_pictures_and_from_nothing_else(tmp_path, b
     (new,), (other,) = (Evaluation(tmp_path / f"after-{name}").scores.values() for name in ("new", "blank"))
     assert other < 0.25
     assert new < 0.25 if blank else new > 0.95
+
+
+@needs_peft
+def test_an_adapter_is_evaluated_with_the_processor_of_its_base_model(inputs, tmp_path):
+    lora = ("actor_rollout_ref.model.lora_rank=2", "critic.model.lora_rank=0")
+    runs.train(options(inputs, tmp_path / "run", *lora, "trainer.total_training_steps=1"))
+    found = strop.evaluate(
+        str(tmp_path / "run" / "final_model"),
+        str(inputs / "val.jsonl"),
+        f"{inputs / 'reward.py'}:score",
+        out=tmp_path / "evaluation",
+        **{"data.max_prompt_length": 48, "data.max_response_length": 4, "trainer.device": "cpu"},
+    )
+    assert sum(source["samples"] for source in found.results["sources"].values()) == 6
+    assert auto_class(tmp_path / "run" / "final_model") == "AutoModelForImageTextToText"

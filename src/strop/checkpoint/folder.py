@@ -101,7 +101,10 @@ def auto_class(folder: Path) -> str:
     """Return the class of transformers that loads a folder with a model, or with an adapter of one."""
     try:
         if (folder / ADAPTER_CONFIG).is_file():
-            found = str(json.loads((folder / ADAPTER_CONFIG).read_text())["task_type"])
+            adapter = json.loads((folder / ADAPTER_CONFIG).read_text())
+            found = str(adapter["task_type"])
+            if found != "SEQ_CLS" and (base := Path(adapter["base_model_name_or_path"])).is_dir():
+                return auto_class(base)
         else:
             found = str(json.loads((folder / "config.json").read_text())["architectures"][0])
     except (OSError, ValueError, LookupError, TypeError):

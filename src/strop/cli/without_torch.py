@@ -66,7 +66,8 @@ def leave_out_torch() -> None:
     if not {"torch", "transformers"}.isdisjoint(sys.modules):
         return
     sys.modules["torch"] = None  # ty: ignore[invalid-assignment] - the documented sign of a missing module
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
+    # "PyTorch was not found", now and where the processor of a model with pictures is imported
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:
         # reads the files of every installed package, for those whose import has another name
         with _replaced(importlib.metadata, "packages_distributions", dict):
@@ -76,7 +77,7 @@ def leave_out_torch() -> None:
         with _replaced(import_utils, "define_import_structure", lambda _: {}):
             importlib.import_module("transformers.models")
     finally:
-        del sys.modules["torch"], os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        del sys.modules["torch"]
     spec = importlib.util.find_spec("torch")
     sys.modules["torch"] = _LazyTorch("torch")
     sys.modules["torch"].__spec__ = spec

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from strop.config.schema import Config
+from strop.data.hub import local_tokenizer
 from strop.data.loader import EpochSampler, PromptLoader, SampledBatches, collate, lacks_for_resume, one_pass
 from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts, pictures_digest
 from strop.data.sources import Rows, sources
@@ -36,7 +37,12 @@ def build_loaders(
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
         # The reward model applies its own chat template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
-    create = partial(create_rl_dataset, data_config=data, tokenizer=tokenizer, tools_of=tools_of)
+    # data.tokenizer, for example an adapter's folder, may have a tokenizer alone
+    model = config.actor_rollout_ref.model.path
+    folder = local_tokenizer(model, data.cache_dir) if data.tokenizer else None
+    create = partial(
+        create_rl_dataset, data_config=data, tokenizer=tokenizer, processor=folder, tools_of=tools_of
+    )
     pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
     if collate_fn is not None:
         pad = partial(as_batch, collate_fn)

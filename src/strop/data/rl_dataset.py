@@ -80,7 +80,7 @@ class RLHFDataset:
     ``image_key`` names the column of pictures, of which a row has at most ``max_images`` (None: any number).
     If a row has some, every row has ``images`` (int64 tensor [I], the digests of :mod:`strop.pictures` in the
     order of their places, 0 behind the last; I = ``max_images``, or the most of a row), and
-    ``pictures`` has the ``processor``, by default the one in the tokenizer's folder with the bounds
+    ``pictures`` has the ``processor``; of a folder, by default the tokenizer's, it is loaded with the bounds
     ``min_pixels`` and ``max_pixels``.
 
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
@@ -172,7 +172,9 @@ class RLHFDataset:
                 "error, and drop longer prompts with data.filter_overlong_prompts=True"
             )
         name = self.tokenizer.name_or_path
-        processor = processor or load_processor(name, self.tokenizer, **bounds)
+        if processor is None or isinstance(processor, str | Path):
+            name = processor or name
+            processor = load_processor(name, self.tokenizer, **bounds)
         if processor is None:
             raise self._table.error(
                 first,
@@ -335,8 +337,8 @@ def create_rl_dataset(
 ) -> RLHFDataset:
     """Build the data set that ``config.data`` describes.
 
-    ``processor`` is that of a model of images and text; None: rows with pictures load it from the tokenizer's
-    folder. ``tools_of`` returns the tools of a row's environment.
+    ``processor`` is that of a model of images and text, or its folder; None: rows with pictures load it from
+    the tokenizer's folder. ``tools_of`` returns the tools of a row's environment.
     """
     return RLHFDataset(
         files,
