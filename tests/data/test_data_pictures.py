@@ -567,6 +567,19 @@ def test_rows_from_elsewhere_name_no_files_outside_of_their_folder(tokenizer, tm
             dataset([{"prompt": "red", "images": [name]}], tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [([], {}), (None, {}), ("a word", {"image_key": "pictures"})],
+    ids=["empty", "null", "of the user"],
+)
+def test_rows_of_text_may_have_a_column_of_that_name(tokenizer, value, options):
+    rows = [{"prompt": user("red"), "images": value, "pictures": None} for _ in range(2)]
+    found = dataset(rows, tokenizer, **options)
+    batch = collate([found[0], found[1]], pad_token_id=0, max_prompt_length=2000)
+    assert "images" not in batch.batch
+    assert batch.non_tensor_batch["images"].tolist() == [value, value]
+
+
 def test_rows_of_text_do_not_import_pillow(tmp_path):
     source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": user("red"), "data_source": "x"}])
     code = (

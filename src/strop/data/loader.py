@@ -30,6 +30,8 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
     input_ids_BP = torch.full((len(rows), max_prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask_BP = torch.zeros_like(input_ids_BP)
     names = rows[0].keys()
+    # without pictures images may be a column of the user
+    tensors = {"input_ids"} | ({"images"} if torch.is_tensor(rows[0].get("images")) else set())
     for number, row in enumerate(rows):
         if row.keys() != names:
             raise DataError(
@@ -49,13 +51,10 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
             "input_ids": input_ids_BP,
             "attention_mask": attention_mask_BP,
             "position_ids": (attention_mask_BP.cumsum(dim=-1) - 1).clamp(min=0),
-            **{name: torch.stack([row[name] for row in rows]) for name in names & {"images"}},
+            **{name: torch.stack([row[name] for row in rows]) for name in tensors - {"input_ids"}},
         },
-        non_tensors={name: [row[name] for row in rows] for name in names if name not in _TENSORS},
+        non_tensors={name: [row[name] for row in rows] for name in names - tensors},
     )
-
-
-_TENSORS = ("input_ids", "images")
 
 
 class EpochSampler:

@@ -206,8 +206,9 @@ class RLHFDataset:
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         columns = self.columns(item)
-        arrays = {name: columns[name] for name in ("input_ids", "images") if name in columns}
-        return {**columns, **{name: torch.from_numpy(array) for name, array in arrays.items()}}
+        # without pictures images may be a column of the user
+        arrays = ("input_ids", "images") if self.pictures is not None else ("input_ids",)
+        return {**columns, **{name: torch.from_numpy(columns[name]) for name in arrays}}
 
     def columns(self, item: int) -> dict[str, Any]:
         """Return a row with ``input_ids``, and ``images`` if there are some, as arrays."""
