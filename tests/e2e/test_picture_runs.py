@@ -169,7 +169,19 @@ def test_the_refusal_comes_before_a_model_loads(inputs, tmp_path, monkeypatch):
     )
     keys = options(inputs, tmp_path, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
     with pytest.raises(ConfigError, match="the data set has pictures"):
-        build_trainer(load_config(keys)).init_workers()
+        build_trainer(load_config(keys))  # as strop check does
+
+
+def test_an_evaluation_of_the_first_rows_sees_their_pictures(inputs, tmp_path):
+    found = strop.evaluate(
+        str(inputs / "smolvlm"),
+        str(inputs / "val.jsonl"),
+        f"{inputs / 'reward.py'}:score",
+        out=tmp_path,
+        **{"data.max_prompt_length": 48, "data.max_response_length": 4, "trainer.device": "cpu"},
+        **{"data.val_max_samples": 2},
+    )
+    assert sum(source["samples"] for source in found.results["sources"].values()) == 2
 
 
 SEEN = """

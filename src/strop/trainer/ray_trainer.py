@@ -26,6 +26,7 @@ from strop.config.roles import (
 )
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
+from strop.data.rl_dataset import all_rows
 from strop.data.sources import Rows
 from strop.environments.loading import Environments
 from strop.errors import ConfigError, RewardError
@@ -126,6 +127,10 @@ class RayPPOTrainer(VerlNames):
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
+        datasets = [all_rows(x.dataset) for x in (self.train_loader, self.val_loader) if x is not None]
+        if most := max((getattr(dataset, "max_pictures", 0) for dataset in datasets), default=0):
+            require_pictures(self.config)
+        self._max_pictures = most
         self.total_steps = 0
         if trains:
             loss_inputs(self.config)  # raises if this run cannot compute them
@@ -178,12 +183,9 @@ class RayPPOTrainer(VerlNames):
             self.rollout.set_environments(self.environments)
         if self.program is not None:
             self.rollout.set_program(self.program)
-        loaders = (self.train_loader, self.val_loader)
-        if most := max(getattr(getattr(loader, "dataset", None), "max_pictures", 0) for loader in loaders):
-            require_pictures(config)
-            for name, group in self.groups.items():
-                if name not in self.own_groups:
-                    group.set_pictures(most)
+        for name, group in self.groups.items():
+            if self._max_pictures and name not in self.own_groups:
+                group.set_pictures(self._max_pictures)
         # all started before the first is awaited: pools load their models at the same time
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
