@@ -448,6 +448,16 @@ def test_processed_pictures_are_remembered_up_to_a_bound(folders, held, monkeypa
     assert len(calls) == 2 + 3  # the first is still there
 
 
+def test_a_model_of_another_placeholder_is_refused(folders, held):
+    """A critic of another family would take the tokens of pictures for text."""
+    model = load_causal_lm(folders("smolvlm"))
+    reader = reader_for(model, folders("smolvlm"))
+    columns = prompts_of(model, reader, held).batch
+    reader.placeholder += 1
+    with pytest.raises(ModelError, match=f"no token {reader.placeholder}"):
+        reader.inputs(columns)
+
+
 def test_rows_with_pictures_need_a_model_that_reads_them(folders, held):
     folder = folders("smolvlm")
     model = load_causal_lm(folder)

@@ -133,6 +133,12 @@ class PictureReader(Reader):
         ids_BL, images_BI = on_cpu(batch, "input_ids"), on_cpu(batch, "images")
         mask_BL = on_cpu(batch, "attention_mask").bool()
         of_picture_BL, sampled_BL = self._placeholders(ids_BL, mask_BL, _prompt_end(batch))
+        if (images_BI.any(dim=1) & mask_BL.any(dim=1) & ~of_picture_BL.any(dim=1)).any():
+            raise ModelError(
+                f"a prompt has pictures and no token {self.placeholder}, which stands for one in the "
+                f"configuration of {type(self.model).__name__} of {self.model.name_or_path}: use models of "
+                "one family in all roles, with the tokenizer and processor that belong to them"
+            )
         rows_B = (of_picture_BL if computed_BL is None else of_picture_BL & computed_BL).any(dim=1)
         digests = _digests(images_BI[rows_B])
         if not digests:
