@@ -20,7 +20,7 @@ _LARGEST_ASPECT = 200  # processors of Qwen-VL refuse more
 
 
 class Picture(NamedTuple):
-    """What a process holds of a picture."""
+    """A picture as a process holds it."""
 
     file: bytes | Path
     """Content of the file, or its path, which is read at every use."""

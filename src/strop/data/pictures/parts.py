@@ -14,7 +14,7 @@ _KINDS = ("image", "image_url")
 
 
 class Expansion(NamedTuple):
-    """What the placeholders of a rendered prompt become."""
+    """Texts that the placeholders of a rendered prompt become."""
 
     placeholder: str
     texts: tuple[str, ...]
