@@ -46,10 +46,16 @@ def alone():
     return batch(rollout_on(FakeVLLM()))
 
 
-def in_a_moment(seconds, call):
-    timer = threading.Timer(seconds, call)
-    timer.start()
-    return timer
+def kill_amid(server):
+    """Kill the server while it answers its next request: by the request, as a busy machine has no clock."""
+    server.seen.clear()
+
+    def watch():
+        while GENERATE not in server.paths():
+            time.sleep(0.005)
+        server.kill()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture
@@ -194,15 +200,15 @@ def test_turns_are_answered_as_they_end_whichever_servers_generate_them():
     episodes._pool.close()
 
 
-def ahead(rollout, kill=None):
+def ahead(rollout, dying=None):
     """The samples of four batches, three of them in flight, over updates, and the states between."""
     found, states = [], []
     prompts = [prompts_of([3, 9, number + 1], n=PARAMS.n) for number in range(4)]
     for number in (0, 1, 2):
         rollout.admit(number, prompts[number], PARAMS)
     for number in range(4):
-        if kill and number == 1:
-            in_a_moment(0.05, kill)
+        if dying and number == 1:
+            kill_amid(dying)
         found.append(rollout.finish(number, number + 5))
         states.append(rollout.in_flight())
         rollout.update_weights(tiny_lm("qwen2", number).named_parameters())
@@ -220,8 +226,8 @@ def test_batches_ahead_do_not_depend_on_servers_places_speed_or_a_death(monkeypa
     assert {5, 6, 7} <= set(versions.unique().tolist())
     slow, dying = FakeVLLM(max_num_seqs=2), FakeVLLM(max_num_seqs=3)
     slow.delay = 0.01
-    for servers, kill in (((slow, FakeVLLM()), None), ((dying, FakeVLLM()), dying.kill)):
-        again, of_again = ahead(rollout_on(*servers), kill)
+    for servers, killed in (((slow, FakeVLLM()), None), ((dying, FakeVLLM()), dying)):
+        again, of_again = ahead(rollout_on(*servers), killed)
         for one, other in zip(expected, again, strict=True):
             assert equal(one, other)
             assert torch.equal(one.batch["rollout_versions"], other.batch["rollout_versions"])
@@ -284,7 +290,7 @@ def test_a_server_that_dies_changes_no_sample(alone, moment):
     if moment == "before":
         dying.kill()
     elif moment == "amid":
-        in_a_moment(0.15, dying.kill)
+        kill_amid(dying)
     else:
         dying.script["/update_weights"] = [{"drop": True}]
         rollout.update_weights(tiny_lm("qwen2").named_parameters())
@@ -382,7 +388,7 @@ def test_servers_that_have_answered_are_waited_for(impatient):
     batch(rollout)
     failing = [{"status": 503, "text": "busy"}]
     server.script |= {GENERATE: failing, "/health": failing, "/collective_rpc": failing}
-    in_a_moment(3.0, server.script.clear)
+    threading.Timer(3.0, server.script.clear).start()
     batch(rollout)
     assert rollout._pool._errors[server.url] > 3
 
