@@ -339,6 +339,8 @@ class RayPPOTrainer(VerlNames):
         ):
             self._warned_truncation = True
             logger.warning("warning: %s", warning)
+        if not has_reward(self.config):  # zeros, which console and curves would show as a reward
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("critic/score/")}
         return batch, metrics
 
     def fit(self, on_step: OnStep | None = None) -> None:
