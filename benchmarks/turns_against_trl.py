@@ -14,16 +14,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "examples"), str(HERE.parent / "tests" / "turns")]
+
+from alone import run_alone  # noqa: E402
 
 from trl_environments import IncrementEnv  # noqa: E402
 
@@ -189,12 +189,8 @@ def measure(python: Path, system: str, folder: Path, steps: int) -> tuple[list[f
     """Run a system; return its curve and the CPU seconds of its processes."""
     out = folder / "curve.json"
     command = [str(python), __file__, "--system", system, "--folder", str(folder), "--steps", str(steps)]
-    with (folder / f"{system}.log").open("w") as log:
-        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-        _, status, used = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit((folder / f"{system}.log").read_text()[-4000:])
-    return json.loads(out.read_text()), used.ru_utime + used.ru_stime
+    used = run_alone(command, folder / f"{system}.log")
+    return json.loads(out.read_text()), used.cpu_seconds
 
 
 def main() -> None:

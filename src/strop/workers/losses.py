@@ -6,6 +6,7 @@ Shapes: B sequences of a micro-batch, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,40 +58,31 @@ def actor_objective(
     clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
 
+    learns_policy = has_reward or teacher_coef is None
+
     def objective(
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BT = columns["response_mask"]
-        if actor.use_rollout_log_probs:
-            old_log_probs_BT = columns["rollout_log_probs"]
-        else:
-            # detached: the ratio is 1, and its gradient that of the log-prob
-            old_log_probs_BT = columns.get("old_log_probs", outputs["log_prob"].detach())
+        agg = partial(
+            aggregate,
+            mask_BT=mask_BT,
+            mode=actor.loss_agg_mode,
+            n_tokens=n_tokens,
+            n_seqs=n_seqs,
+            max_response_length=max_response_length,
+        )
 
-        def agg(loss_BT: Tensor) -> Tensor:
-            return aggregate(
-                loss_BT,
-                mask_BT,
-                mode=actor.loss_agg_mode,
-                n_tokens=n_tokens,
-                n_seqs=n_seqs,
-                max_response_length=max_response_length,
-            )
+        def mean(figure_BT: Tensor) -> Tensor:
+            return masked_sum(figure_BT, mask_BT) / n_tokens
 
+        old_log_probs_BT = _old_log_probs(actor, outputs, columns)
+        weights_BT = _rollout_weights(actor, old_log_probs_BT, columns)
         available = {**columns, **outputs}
-        if actor.rollout_is is not None:
-            available["rollout_is_weights"] = weights_BT = rollout_is_weights(
-                old_log_probs_BT,
-                columns["rollout_log_probs"],
-                mask_BT,
-                level=actor.rollout_is,
-                threshold=actor.rollout_is_threshold,
-                mode=actor.rollout_is_mode,
-                threshold_low=actor.rollout_is_threshold_low,
-            )
-        learns = has_reward or teacher_coef is None
+        if weights_BT is not None:
+            available["rollout_is_weights"] = weights_BT
         inputs = {
-            "log_prob": outputs["log_prob"] if learns else outputs["log_prob"].detach(),
+            "log_prob": outputs["log_prob"] if learns_policy else outputs["log_prob"].detach(),
             "old_log_prob": old_log_probs_BT,
             "advantages": columns["advantages"],
             "response_mask": mask_BT,
@@ -100,27 +92,23 @@ def actor_objective(
             **{name: available[name] for name in extra if name in available},
         }
         policy = call(policy_loss, inputs)
-        loss_BT = policy.loss_BT
-        if actor.rollout_is is not None:
-            # weights have no gradient; one of 0 leaves the token in the denominator
-            loss_BT = loss_BT * weights_BT
-        pg_loss = agg(loss_BT)
+        # weights have no gradient; one of 0 leaves the token in the denominator
+        loss_BT = policy.loss_BT if weights_BT is None else policy.loss_BT * weights_BT
+        total = agg(loss_BT)
         excess_BT = _ratio_excess(outputs["log_prob"], old_log_probs_BT, mask_BT)
-        own = {name: masked_sum(one_BT, mask_BT) / n_tokens for name, one_BT in policy.metrics_BT.items()}
         metrics = {
-            **own,
-            "pg_loss": pg_loss,
-            "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
-            "ppo_kl": masked_sum(log_ratio(old_log_probs_BT, outputs["log_prob"]), mask_BT) / n_tokens,
-            "approx_kl": masked_sum(policy.approx_kl_BT, mask_BT) / n_tokens,
+            **{name: mean(figure_BT) for name, figure_BT in policy.metrics_BT.items()},
+            "pg_loss": total,
+            "pg_clipfrac": mean(policy.clipped_BT),
+            "ppo_kl": mean(log_ratio(old_log_probs_BT, outputs["log_prob"])),
+            "approx_kl": mean(policy.approx_kl_BT),
             "ratio_excess": excess_BT.sum() / n_tokens,
             "squared_ratio_excess": excess_BT.square().sum() / n_tokens,
         }
-        if actor.rollout_is is not None and actor.rollout_is_mode == "mask":
-            metrics["rollout_is_masked"] = masked_sum((weights_BT == 0).double(), mask_BT) / n_tokens
-        total = pg_loss
+        if weights_BT is not None and actor.rollout_is_mode == "mask":
+            metrics["rollout_is_masked"] = mean((weights_BT == 0).double())
         if "entropy" in outputs:
-            metrics["entropy"] = masked_sum(outputs["entropy"], mask_BT) / n_tokens
+            metrics["entropy"] = mean(outputs["entropy"])
             metrics["entropy_loss"] = agg(outputs["entropy"])
             if actor.entropy_coeff:  # at 0, skip the backward pass through the vocabulary
                 total = total - actor.entropy_coeff * metrics["entropy_loss"]
@@ -130,11 +118,32 @@ def actor_objective(
         if teacher_coef is not None:
             metrics["teacher_loss"] = agg(outputs["teacher_kl"])
             total = total + teacher_coef * metrics["teacher_loss"]
-            metrics["teacher/kl"] = masked_sum(outputs["teacher_kl"], mask_BT) / n_tokens
-            metrics["teacher/agreement"] = masked_sum(outputs["teacher_agrees"], mask_BT) / n_tokens
+            metrics["teacher/kl"] = mean(outputs["teacher_kl"])
+            metrics["teacher/agreement"] = mean(outputs["teacher_agrees"])
         return total, metrics
 
     return objective
+
+
+def _old_log_probs(actor: Any, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+    if actor.use_rollout_log_probs:
+        return columns["rollout_log_probs"]
+    # detached: the ratio is 1, and its gradient that of the log-prob
+    return columns.get("old_log_probs", outputs["log_prob"].detach())
+
+
+def _rollout_weights(actor: Any, old_log_probs_BT: Tensor, columns: Mapping[str, Tensor]) -> Tensor | None:
+    if actor.rollout_is is None:
+        return None
+    return rollout_is_weights(
+        old_log_probs_BT,
+        columns["rollout_log_probs"],
+        columns["response_mask"],
+        level=actor.rollout_is,
+        threshold=actor.rollout_is_threshold,
+        mode=actor.rollout_is_mode,
+        threshold_low=actor.rollout_is_threshold_low,
+    )
 
 
 def _ratio_excess(log_prob_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
