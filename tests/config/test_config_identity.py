@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from strop.config.identity import decides_what_is_trained
+from strop.config.identity import decides_what_is_trained, default_name
 from strop.config.keys import all_keys
+from strop.config.schema import Config
 from strop.config.schema.base import NOT_COMPARED
 from strop.config.trees import TREES
 
@@ -92,3 +93,10 @@ def test_supervised_runs_keep_model_and_columns(command, columns):
         *(f"data.{name}" for name in columns),
         *of_rows,
     }
+
+
+def test_keys_that_have_their_defaults_do_not_count_in_the_name_of_the_folder():
+    defaults = {"trainer.seed": 1, "data.prompt_key": "prompt", "model.path": "models/a"}
+    names = {default_name("run", defaults.get, defaults.get, TREES[tree].schema) for tree in TREES}
+    assert len(names) == 1
+    assert names != {default_name("run", {**defaults, "data.prompt_key": "q"}.get, defaults.get, Config)}

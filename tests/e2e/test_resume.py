@@ -182,6 +182,15 @@ def test_a_repeated_command_says_what_it_resumes_and_what_differs(inputs, undist
     assert "critic.model.path" not in caplog.text  # it follows the actor's
 
 
+def test_a_new_default_folder_names_the_run_that_it_may_replace(inputs, undisturbed, tmp_path, caplog):
+    # as after a change of the reward, or an update of strop that knows more keys
+    caplog.set_level("INFO", logger="strop")
+    shutil.copytree(undisturbed[0], tmp_path / "ppo-a-gsm8k-0123abcd")
+    (tmp_path / "ppo-a-gsm8k-89abcdef").mkdir()  # has no checkpoint
+    train(overrides(inputs, tmp_path / "ppo-a-gsm8k-01234567", *SETTINGS, "trainer.total_training_steps=1"))
+    assert f"set trainer.default_local_dir={tmp_path / 'ppo-a-gsm8k-0123abcd'}" in caplog.text
+
+
 @pytest.mark.parametrize("what", ["model", "data", "reward", "contents", "command"])
 def test_a_checkpoint_of_another_run_is_not_continued_by_chance(inputs, undisturbed, tmp_path, what):
     """Before a model loads; with the path of the checkpoint it is continued."""

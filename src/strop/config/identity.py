@@ -7,6 +7,7 @@ commands: learning rates, lengths, batch sizes, validation, logging.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ from strop.config.schema.base import NOT_COMPARED, SAME, SAME_AHEAD, SAME_MODEL
 from strop.passed import is_function
 
 _UNKNOWN = object()
+_DIGEST = "[0-9a-f]{8}"
+"""The end of a default name."""
 
 
 class Change(NamedTuple):
@@ -144,15 +147,21 @@ def _sources(value: str) -> list[str]:
     return [expand(value.rpartition(":")[0])] if ".py:" in value else []
 
 
-def default_name(command: str, value_of: Callable[[str], Any], schema: type[RootConfig]) -> str:
+def default_name(
+    command: str,
+    value_of: Callable[[str], Any],
+    default_of: Callable[[str], Any],
+    schema: type[RootConfig],
+) -> str:
     """Return a name for a run that has none: command, model, data, and a digest of all that it trains.
 
     Equal commands get equal names, so that a repeated one resumes. Another model, reward, data set,
-    algorithm or seed gives another name.
+    algorithm or seed gives another name; a key that a later version adds does not, while it has its default.
 
     Args:
         command: the first word of the name, unless there is an estimator.
         value_of: returns the value of a key, by its path; None if there is none.
+        default_of: returns the default of a key.
         schema: the tree of these keys.
     """
     trained: dict[str, Any] = {}
@@ -164,6 +173,8 @@ def default_name(command: str, value_of: Callable[[str], Any], schema: type[Root
         if facts.resumes == SAME_MODEL and name != "path" and not adapters:
             continue
         value = value_of(key)
+        if value == default_of(key):
+            continue
         if facts.names_files and isinstance(value, str | list):
             value = [_absolute(path) for path in ([value] if isinstance(value, str) else value)]
         elif is_the_same(key, value, "naive"):
@@ -186,6 +197,18 @@ def default_name(command: str, value_of: Callable[[str], Any], schema: type[Root
     return "-".join(
         word for word in (re.sub(r"[^\w.]+", "_", word)[:40].strip("_.") for word in words) if word
     )
+
+
+def others_like(folder: Path) -> list[Path]:
+    """Return the folders beside ``folder`` whose names differ from its default name in the digest alone."""
+    stem, _, digest = folder.name.rpartition("-")
+    if not stem or not re.fullmatch(_DIGEST, digest):
+        return []
+    return [
+        path
+        for path in folder.parent.glob(f"{glob.escape(stem)}-*")
+        if path != folder and re.fullmatch(_DIGEST, path.name.removeprefix(f"{stem}-"))
+    ]
 
 
 def _absolute(path: Any) -> str:

@@ -93,6 +93,8 @@ class Run(ABC):
         goes_on = checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
         if checkpoint is not None:
             self.resume(checkpoint, goes_on=goes_on)
+        elif settings.resume_mode == "auto":
+            self.folder.name_others_like_it()
         if not goes_on:  # keep the files of different runs apart; a run that is refused changes none
             self.folder.archive_previous_run()
             if not settings.val_only:

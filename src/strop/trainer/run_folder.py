@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from strop.checkpoint.folder import FINAL_MODEL, LATEST, iteration_of, remove_unfinished
 from strop.checkpoint.hub import HUB_FILE
+from strop.config.identity import others_like
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import settled
@@ -127,6 +128,19 @@ class RunFolder:
             ).stat().st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def name_others_like_it(self) -> None:
+        """Name the latest run that an equal command with other settings, or another version, has left."""
+        found = [(folder / LATEST, folder) for folder in others_like(self.path)]
+        runs = [(latest.stat().st_mtime, folder) for latest, folder in found if latest.exists()]
+        if runs:
+            _, folder = max(runs)
+            logger.info(
+                "a new run; the one in %s has the same model and data, and another reward, other settings or "
+                "another version of strop. To go on with it, set trainer.default_local_dir=%s",
+                folder,
+                folder,
+            )
 
     def archive_previous_run(self) -> None:
         """Move an earlier run's files to ``previous_1``, ``previous_2``, ..., so that nothing is lost.
