@@ -3,7 +3,7 @@
 ``PPO`` sees models only through worker groups, so the same code drives models in this process and on a
 cluster. It reads no state of the loop: the iteration is an argument, so a loop may collect the next batch
 while it learns from this one, if the rollout has a separate pool and weights are sent between updates. Its
-only state is the KL controller, which ``learn`` updates.
+only state is the KL controller, which ``learn`` updates, and the list of pictures that the groups hold.
 ``strop.trainer.ray_trainer`` runs the loop.
 
 Shapes: B samples (prompts x rollout.n), T response tokens; seeds [P, N] of P prompts, N samples of each.
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from strop import pictures
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
@@ -50,6 +49,7 @@ from strop.trainer.metrics import (
 from strop.trainer.progress import Progress
 from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
+from strop.trainer.sent_pictures import SentPictures
 from strop.trainer.updates import PendingUpdates, mini_batches
 from strop.trainer.weight_sync import WeightSync
 
@@ -168,8 +168,7 @@ class PPO:
         """Iterations before the actor's first update."""
         self.before_update: Callable[[], None] = lambda: None
         """Called when a model is about to change."""
-        self._sent_pictures: dict[int, set[int]] = {}
-        """Digests of the pictures that each group has, by the group's identity."""
+        self._sent_pictures = SentPictures(groups)
         self.progress = Progress(config)
         limits = config.reward_model
         self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
@@ -209,6 +208,7 @@ class PPO:
         Waits for nothing where the rollout has a separate pool and ``weights`` are sent ahead.
         """
         prompts, seeds_PN = self.named(prompts, batch), self.seeds(batch, len(prompts))
+        self._sent_pictures.send(prompts, batch)
         loading = self.weights.to_rollout(timer := PhaseTimer(self.progress.phases))
         # a numbered batch has rollout_versions; without a number all samples are of one version
         number = batch if is_off_policy(self.config) else None
@@ -240,6 +240,7 @@ class PPO:
 
     def admit(self, prompts: DataProto, batch: int) -> Future:
         """Send the prompts of a batch to the rollout, which generates it with batches started earlier."""
+        self._sent_pictures.send(prompts, batch)
         request = self._request(self.named(prompts, batch), self.seeds(batch, len(prompts)), "train", batch)
         return self.groups.rollout.admit_prompts.start(request)
 
@@ -257,7 +258,12 @@ class PPO:
 
     def learn(self, samples: Samples, iteration: int) -> tuple[DataProto, dict[str, float]]:
         """Compute advantages and update critic and actor; returns the finished batch and its metrics."""
-        self._send_pictures(samples.batch)  # samples of a checkpoint were asked for in another process
+        uids = samples.batch.non_tensor_batch["uid"]
+        newest = max(
+            int(uid.partition("-")[0]) for uid in uids
+        )  # of the batches, which are complete in order
+        # again: samples of a checkpoint were asked for in another process
+        self._sent_pictures.send(samples.batch, newest)
         timer, trains_actor = samples.timer, self.trains_actor(iteration)
         # The forward pass of the only step is of the policy before it: log-probs and entropies are recorded.
         recorded = self.is_one_step and trains_actor
@@ -292,6 +298,7 @@ class PPO:
         if recorded:
             _require_finite_columns(batch)  # the step has skipped a gradient that is not finite
             metrics |= self.batch_metrics(batch, beta)
+        self._sent_pictures.drop(newest)
         return batch, metrics
 
     def _with_teachers(self, batch: DataProto) -> DataProto:
@@ -326,27 +333,16 @@ class PPO:
         """Generate with the current policy. ``mode``: ``train``, ``greedy`` or ``validate``."""
         for call in self.weights.to_rollout(timer):
             call.get()
+        self._sent_pictures.send(prompts)
         return self.groups.rollout.generate_sequences(self._request(prompts, seeds_PN, mode), **callbacks)
 
     def _request(
         self, prompts: DataProto, seeds_PN: Tensor, mode: str, batch: int | None = None
     ) -> DataProto:
-        self._send_pictures(prompts)
         meta_info = {**prompts.meta_info, "mode": mode, "weights_version": self.weights.version}
         if batch is not None:
             meta_info["batch"] = batch
         return DataProto({**prompts.batch, "seeds": seeds_PN}, prompts.non_tensor_batch, meta_info)
-
-    def _send_pictures(self, batch: DataProto) -> None:
-        """Send each group the pictures of a batch that it was not sent before; awaits nothing."""
-        if "images" not in batch.batch:
-            return
-        digests = set(batch.batch["images"].flatten().tolist()) - {0}
-        for group in {id(group): group for group in self.groups if group is not None}.values():
-            sent = self._sent_pictures.setdefault(id(group), set())
-            if new := digests - sent:
-                group.hold_pictures.start(pictures.files(new))
-                sent |= new
 
     def _start_evaluation(
         self, batch: DataProto, timer: PhaseTimer, *, with_old_log_probs: bool

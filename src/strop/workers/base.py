@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal
@@ -87,6 +87,11 @@ class Worker(Generic[Root]):
     def hold_pictures(self, files: Mapping[int, pictures.Picture]) -> None:
         """Keep pictures that later calls name by their digests."""
         pictures.add(files)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def drop_pictures(self, digests: Sequence[int]) -> None:
+        """Drop pictures that ``hold_pictures`` brought."""
+        pictures.forget(digests)
 
     def image_processor_of(self, folder: Path) -> Any | None:
         """Return the image processor of a model's folder; None for rows of text."""

@@ -1,0 +1,40 @@
+"""Pictures that worker groups hold, for as long as calls name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from strop import pictures
+from strop.protocol import DataProto
+
+
+class SentPictures:
+    """Send the pictures of batches to groups, each once, and drop them there.
+
+    Nothing is awaited: calls to a group run in order.
+    """
+
+    def __init__(self, groups: Iterable[Any]) -> None:
+        self._groups = [*{id(group): group for group in groups if group is not None}.values()]
+        self._last: dict[int, int] = {}
+        """Digest of each picture that the groups hold -> the last number that it was sent with."""
+
+    def send(self, batch: DataProto, number: int = 0) -> None:
+        """Have the groups hold the pictures of a batch until ``drop`` of this number, or of a later one."""
+        if "images" not in batch.batch:
+            return
+        digests = set(batch.batch["images"].flatten().tolist()) - {0}
+        if new := digests - self._last.keys():
+            files = pictures.files(new)
+            for group in self._groups:
+                group.hold_pictures.start(files)
+        self._last |= {digest: max(number, self._last.get(digest, 0)) for digest in digests}
+
+    def drop(self, number: int) -> None:
+        """Drop the pictures that were last sent with this number, or with an earlier one."""
+        if old := [digest for digest, last in self._last.items() if last <= number]:
+            for group in self._groups:
+                group.drop_pictures.start(old)
+            for digest in old:
+                del self._last[digest]
