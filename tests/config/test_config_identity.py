@@ -85,7 +85,7 @@ def test_model_data_and_reward_stay_and_only_the_model_counts_in_a_validation():
 )
 def test_supervised_runs_keep_model_and_columns(command, columns):
     found = {path for path, key in all_keys(TREES[command].schema).items() if decides_what_is_trained(key)}
-    of_prompts = ("reward_fn_key", "data_source", "answer_key", "image_key", "min_pixels", "max_pixels")
+    of_prompts = ("reward_fn_key", "data_source", "answer_key")
     of_rows = DATA - {f"data.{name}" for name in of_prompts}
     assert found == {
         *(TEACHER - {"teacher.use", "teacher.by_source"} if command == "sft" else ()),

@@ -17,6 +17,7 @@ import torch
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.loader import collate
+from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import Files, read_prompt_table, source_of
 from strop.data.prompts import AUTO, PromptFormat, encode_responses
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
@@ -39,6 +40,8 @@ class AnsweredDataset:
     ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
     of ``columns``. An answer that is True in a column ``<name>_truncated`` of the files, for example
     ``chosen_truncated``, was cut when it was generated, and gets no end token.
+
+    Prompts may have pictures, as those of ``RLHFDataset``, and answers none.
 
     Rows whose prompt or answer exceeds its limit are handled by ``truncation``: ``error``, or cut the prompt
     (``left``, ``right``, ``middle``: see ``RLHFDataset``). A cut answer is its first tokens, without the end
@@ -64,10 +67,13 @@ class AnsweredDataset:
         how: PromptFormat = AUTO,
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
+        image_key: str = "auto",
+        **pictures: Any,
     ) -> None:
         """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.
 
-        The names are ``response``, or ``chosen`` and ``rejected``. ``tools_key`` is that of ``RLHFDataset``.
+        The names are ``response``, or ``chosen`` and ``rejected``. ``tools_key`` and ``image_key`` are those
+        of ``RLHFDataset``, ``pictures`` are further options of ``pictures_of``.
 
         ``how`` is the treatment of prompts before they are tokenized, ``prompts_in_words`` describes it.
         """
@@ -78,13 +84,23 @@ class AnsweredDataset:
             prompt_key=prompt_key,
             answer_keys=answer_keys,
             tools_key=tools_key,
+            image_key=image_key,
             cache_dir=cache_dir,
         )
         self._columns = {"input_ids": prompt_key, **answer_keys}
         self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
+        self.pictures = pictures_of(
+            self._table,
+            tokenizer,
+            prompt_key=prompt_key,
+            truncation=truncation,
+            filter_key="data.filter_overlong",
+            **pictures,
+        )
         options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
+        own: dict[str, Any] = {"prompt_key": prompt_key, "pictures": self.pictures, **options}
         self._tokens = {
-            "input_ids": tokenize_table(self._table, tokenizer, prompt_key=prompt_key, **options),
+            "input_ids": tokenize_table(self._table, tokenizer, **own),
             **{
                 name: tokenize_table(
                     self._table, tokenizer, prompt_key=column, encode=encode_responses, **options
@@ -109,6 +125,8 @@ class AnsweredDataset:
             filter_overlong=filter_overlong,
             filter_key="data.filter_overlong",
         )
+        if self.pictures is not None:
+            check_first(self.pictures, self._table, self._sources)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -116,6 +134,8 @@ class AnsweredDataset:
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = int(self._rows[item])
         fields: dict[str, Any] = {"data_source": self._sources[row]}
+        if self.pictures is not None:
+            fields["images"] = torch.from_numpy(self.pictures.columns[row])
         for name, tokens in self._tokens.items():
             # an answer is cut as a rollout cuts it: its first tokens stay
             side = self.truncation if name == "input_ids" else "right"
@@ -186,7 +206,8 @@ def response_batch(
     """Return each row's prompt with its ``response``.
 
     ``input_ids``, ``attention_mask``, ``position_ids`` int64 [B, L], prompts padded on the left and
-    responses on the right; ``responses`` int64 [B, T], ``response_mask`` float32 [B, T].
+    responses on the right; ``responses`` int64 [B, T], ``response_mask`` float32 [B, T]; ``images`` as
+    ``collate``.
     """
     prompts = _prompts(rows, pad_token_id, max_prompt_length)
     responses, mask = _padded([row["response"] for row in rows], pad_token_id, max_response_length)
@@ -213,7 +234,8 @@ def pair_batch(
 
 
 def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto:
-    named = [{name: row[name] for name in ("input_ids", "data_source")} for row in rows]
+    names = [name for name in ("input_ids", "data_source", "images") if name in rows[0]]
+    named = [{name: row[name] for name in names} for row in rows]
     return collate(named, pad_token_id=pad_token_id, max_prompt_length=max_prompt_length)
 
 
@@ -236,6 +258,7 @@ def _joined(prompts: DataProto, responses: Tensor, response_mask: Tensor, seen: 
             "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
             "responses": responses,
             "response_mask": response_mask,
+            **{name: column for name, column in prompts.batch.items() if name == "images"},
         },
         prompts.non_tensor_batch,
     )

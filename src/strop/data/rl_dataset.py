@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from strop.data.loader import RowDataset
-from strop.data.pictures.expand import PromptPictures, load_processor
+from strop.data.pictures.expand import PromptPictures
+from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import (
     OWN_TOOLS,
     Files,
@@ -136,11 +137,17 @@ class RLHFDataset:
             self._table = self._table.with_tools(tools_of)
         check_columns(self._table, prompt_key, reward_fn_key)
         self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
-        self.pictures: PromptPictures | None = None
-        if (images := self._table.images) is not None:
-            bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-            self.pictures = PromptPictures(self._processor(processor, bounds), images)
-            self._images = image_columns(self._table, images, max_images)
+        self.pictures = pictures_of(
+            self._table,
+            tokenizer,
+            prompt_key=prompt_key,
+            truncation=truncation,
+            filter_key="data.filter_overlong_prompts",
+            processor=processor,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            max_images=max_images,
+        )
         self._tokens = tokenize_table(
             self._table,
             tokenizer,
@@ -160,46 +167,10 @@ class RLHFDataset:
         )
 
         if self.pictures is not None:
-            self._check_first_pictures(self.pictures)
-
-    def _processor(self, processor: Any, bounds: Mapping[str, int | None]) -> Any:
-        """Return the processor of the rows' pictures; raise where model or settings allow none."""
-        images = self._table.images or ()
-        first = next(row for row, own in enumerate(images) if own)
-        if self.truncation != "error":
-            raise DataError(
-                f"data.truncation={self.truncation} cuts prompts, and a picture cannot be cut: leave it at "
-                "error, and drop longer prompts with data.filter_overlong_prompts=True"
-            )
-        name = self.tokenizer.name_or_path
-        if processor is None or isinstance(processor, str | Path):
-            name = processor or name
-            processor = load_processor(name, self.tokenizer, **bounds)
-        if processor is None:
-            raise self._table.error(
-                first,
-                self.prompt_key,
-                f"the row has {len(images[first])} pictures, and the model in {name} is of text alone: use a "
-                "model of images and text, or a data set without pictures",
-            )
-        return processor
-
-    @property
-    def max_pictures(self) -> int:
-        """Most pictures of a row; 0 for rows of text."""
-        return 0 if self.pictures is None else self._images.shape[1]
-
-    def _check_first_pictures(self, pictures: PromptPictures) -> None:
-        """Decode the pictures of the first row of each data source that has some."""
-        sources = [""] * len(self._table)
-        if self.reward_fn_key in self._table.names:
-            sources = self._table.table.column(self.reward_fn_key).to_pylist()
-        first: dict[Any, int] = {}
-        for row, source in enumerate(sources):
-            if pictures.images[row] and source not in first:
-                first[source] = row
-                name, number = self._table.locate(row)
-                pictures.check(pictures.images[row], f"{name}, row {number}")
+            sources: list[Any] = [""] * len(self._table)
+            if reward_fn_key in self._table.names:
+                sources = self._table.table.column(reward_fn_key).to_pylist()
+            check_first(self.pictures, self._table, sources)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -219,7 +190,7 @@ class RLHFDataset:
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         columns["input_ids"] = ids.astype(np.int64)
         if self.pictures is not None:
-            columns["images"] = self._images[row_number]
+            columns["images"] = self.pictures.columns[row_number]
         source = source_of(self._table.locate(row_number)[0])
         columns["data_source"] = columns.setdefault(self.reward_fn_key, source)
         index = (columns.get("extra_info") or {}).get("index")
@@ -260,22 +231,6 @@ class RLHFDataset:
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
         """Raise as :func:`strop.data.prompt_table.require_ground_truths`."""
         require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
-
-
-def image_columns(table: PromptTable, images: Sequence[Sequence[int]], limit: int | None) -> np.ndarray:
-    """Return the digests of the rows' pictures, int64 [rows, I], 0 behind the last of a row.
-
-    Raises :class:`DataError` for the first row with more than ``limit``.
-    """
-    counts = [len(row) for row in images]
-    width = max(counts) if limit is None else limit
-    for row, count in enumerate(counts):
-        if count > width:
-            raise table.error(row, "images", f"the row has {count} pictures, data.max_images is {limit}")
-    columns = np.zeros((len(images), width), dtype=np.int64)
-    for row, own in enumerate(images):
-        columns[row, : len(own)] = own
-    return columns
 
 
 def usable_rows(
@@ -352,10 +307,6 @@ def create_rl_dataset(
         data_source=data_config.data_source,
         tools_of=tools_of,
         processor=processor,
-        image_key=data_config.image_key,
-        min_pixels=data_config.min_pixels,
-        max_pixels=data_config.max_pixels,
-        max_images=data_config.max_images,
         **prompt_options(data_config),
     )
 
@@ -363,6 +314,7 @@ def create_rl_dataset(
 def prompt_options(data_config: Any) -> dict[str, Any]:
     """Return the arguments that ``config.data`` has for every data set of prompts."""
     names = ("prompt_key", "tools_key", "max_prompt_length", "truncation", "num_workers", "cache_dir")
+    names += ("image_key", "min_pixels", "max_pixels", "max_images")
     return {"how": PromptFormat.of(data_config), **{name: getattr(data_config, name) for name in names}}
 
 
@@ -426,9 +378,18 @@ def first_of_each_source(dataset: RowDataset, limit: int) -> Subset:
 
 def pictures_digest(dataset: RowDataset) -> str | None:
     """Return a digest of the pictures of a data set; None if it has none, or is of another class."""
-    whole = all_rows(dataset)
-    pictures = whole.pictures if isinstance(whole, RLHFDataset) else None
-    return None if pictures is None else pictures.digest()
+    pictures = getattr(all_rows(dataset), "pictures", None)
+    return pictures.digest() if isinstance(pictures, PromptPictures) else None
+
+
+def max_pictures(dataset: RowDataset) -> int:
+    """Return the most pictures of a row, 0 for rows of text; also of a user's data set around one of strop's.
+
+    All rows have as many digests.
+    """
+    images: Any = columns_of(dataset, 0).get("images") if len(dataset) else None
+    # without pictures images may be a column of the user
+    return len(images) if str(getattr(images, "dtype", "")).endswith("int64") else 0
 
 
 def columns_of(dataset: RowDataset, row: int) -> dict[str, Any]:

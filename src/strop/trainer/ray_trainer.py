@@ -26,7 +26,7 @@ from strop.config.roles import (
 )
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
-from strop.data.rl_dataset import all_rows
+from strop.data.rl_dataset import max_pictures
 from strop.data.sources import Rows
 from strop.environments.loading import Environments
 from strop.errors import ConfigError, RewardError
@@ -127,8 +127,8 @@ class RayPPOTrainer(VerlNames):
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
-        datasets = [all_rows(x.dataset) for x in (self.train_loader, self.val_loader) if x is not None]
-        if most := max((getattr(dataset, "max_pictures", 0) for dataset in datasets), default=0):
+        loaders = [loader for loader in (self.train_loader, self.val_loader) if loader is not None]
+        if most := max((max_pictures(loader.dataset) for loader in loaders), default=0):
             require_pictures(self.config)
         self._max_pictures = most
         self.total_steps = 0

@@ -55,6 +55,14 @@ class RowsConfig(Section, resumes=SAME):
     """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
     tools_key: Text | None
     """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
+    image_key: Text
+    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
+    min_pixels: PositiveInt | None
+    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_pixels: PositiveInt | None
+    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_images: Annotated[PositiveInt | None, MAY_CHANGE]
+    """Most pictures of a prompt; more are an error. null: the most of any row."""
     apply_chat_template: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: Text | None
@@ -88,14 +96,6 @@ class DataConfig(RowsConfig):
     """Column that names the scorer of a row (its data source)."""
     data_source: Text | None
     """Data source of the rows of files that lack the column reward_fn_key."""
-    image_key: Text
-    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
-    min_pixels: PositiveInt | None
-    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_pixels: PositiveInt | None
-    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_images: Annotated[PositiveInt | None, MAY_CHANGE]
-    """Most pictures of a prompt; more are an error. null: the most of any row."""
     answer_key: Text | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
     train_batch_size: Annotated[PositiveInt, MAY_CHANGE]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from strop import pictures
 from strop.data.pictures.parts import Expansion
 from strop.errors import DataError, ModelError, raised_as
@@ -17,11 +19,15 @@ from strop.errors import DataError, ModelError, raised_as
 class PromptPictures:
     """Pictures of prompts as text; the text of each depends on its size alone.
 
-    ``images`` are the digests of each row of a data set.
+    ``images`` are the digests of each row of a data set, ``columns`` the same as an array [rows, I], 0 behind
+    the last of a row.
     """
 
-    def __init__(self, processor: Any, images: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self, processor: Any, images: Sequence[Sequence[int]] = (), columns: np.ndarray | None = None
+    ) -> None:
         self.processor, self.images = processor, images
+        self.columns = np.zeros((0, 0), dtype=np.int64) if columns is None else columns
         self.placeholder: str = getattr(processor, "image_token", None) or ""
         if not self.placeholder:
             raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")

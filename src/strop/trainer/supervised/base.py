@@ -26,8 +26,9 @@ from strop.config.roles import supervised_model_paths
 from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
+from strop.data.hub import local_tokenizer
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
-from strop.data.rl_dataset import Subset, log_prompts, prompt_options
+from strop.data.rl_dataset import Subset, log_prompts, max_pictures, pictures_digest, prompt_options
 from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair, ValidationReport
@@ -44,6 +45,7 @@ from strop.trainer.loop import OnStep, Run
 from strop.trainer.metrics import PhaseTimer, peak_memory
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
+from strop.trainer.sent_pictures import SentPictures
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,12 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         if not config.trainer.val_only:
             trained = self._dataset(sources(data.train_files, rows))
             batches = EpochSampler(
-                len(trained), data.train_batch_size, config.trainer.seed, data.shuffle, keep_rest=True
+                len(trained),
+                data.train_batch_size,
+                config.trainer.seed,
+                data.shuffle,
+                keep_rest=True,
+                pictures=pictures_digest(trained),
             )
             self.train_loader = self._loader(trained, batches)
             steps = OptimizerSteps.of(config, len(trained))
@@ -106,6 +113,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.progress = Progress(config)
         self.timer = PhaseTimer(self.progress.phases)
         self.group: Any = None  # a worker group, with the worker's methods
+        self.sent_pictures: SentPictures
+        self.max_pictures = max(map(max_pictures, filter(None, (trained, validated))), default=0)
         self.publication: Publication | None = None
         self.upload_failed = False
 
@@ -165,12 +174,15 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
 
     def _dataset(self, files: Files) -> AnsweredDataset:
         data = self.config.data
+        # data.tokenizer, for example an adapter's folder, may have a tokenizer alone
+        folder = local_tokenizer(self.config.model.path, data.cache_dir) if data.tokenizer else None
         return AnsweredDataset(
             files,
             self.tokenizer,
             answer_keys=self.answer_keys,
             max_response_length=data.max_response_length,
             filter_overlong=data.filter_overlong,
+            processor=folder,
             **prompt_options(data),
         )
 
@@ -206,6 +218,9 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             settings=self.config.trainer,
         )
         require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
+        self.sent_pictures = SentPictures([self.group])
+        if self.max_pictures:
+            self.group.set_pictures(self.max_pictures)
         self.group.init_model()
 
     def fit(self, on_step: OnStep | None = None) -> None:
@@ -217,11 +232,18 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         if self.group is not None:
             self.group.shutdown()
 
+    def call(self, method: str, batch: DataProto, **meta_info: Any) -> Any:
+        """Return what a method of the group returns for a batch, whose pictures it holds for this call."""
+        self.sent_pictures.send(batch)
+        found = getattr(self.group, method)(DataProto(batch.batch, {}, meta_info))
+        self.sent_pictures.drop(0)
+        return found
+
     def step(self, batch: DataProto) -> dict[str, float]:
         """Run one optimizer step and return its metrics."""
         progress = {"iteration": self.global_step, "total_iterations": self.total_steps, "first_update": 0}
         with self.timer.phase("update"):
-            update = self.group.update(DataProto(batch.batch, {}, {**self.denominators(batch), **progress}))
+            update = self.call("update", batch, **self.denominators(batch), **progress)
         plain = ("grad_norm", "lr", "skipped_steps")
         return {name if name in plain else f"train/{name}": value for name, value in update.items()}
 

@@ -94,7 +94,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         found: dict[str, list[Tensor]] = {name: [] for name in REFERENCE_INPUTS}
         done, reported = 0, time.perf_counter()
         for batch in self._one_pass(dataset):
-            answers = self.group.evaluate_reference(DataProto(batch.batch))
+            answers = self.call("evaluate_reference", batch)
             for name, parts in found.items():
                 parts.append(answers.batch[name.removeprefix("ref_")])
             done += len(batch)
@@ -128,7 +128,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         sources = []
         for batch in batches:
             columns = {
-                **self.group.evaluate(DataProto(batch.batch)).batch,
+                **self.call("evaluate", batch).batch,
                 **{name: batch.batch[name] for name in REFERENCE_INPUTS if name in batch.batch},
                 "chosen_length": batch.batch["response_mask"].sum(dim=1),
                 "rejected_length": batch.batch["rejected_mask"].sum(dim=1),

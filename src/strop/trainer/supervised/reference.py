@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.answers import AnsweredDataset
+from strop.data.rl_dataset import pictures_digest
 from strop.files import atomic_path
 from strop.manifest import digest_of_arrays
 
@@ -39,7 +40,7 @@ class Reference(NamedTuple):
     model: str
     """Hash of the model."""
     rows: str
-    """Hash of the rows' tokens."""
+    """Hash of the rows' tokens and pictures."""
     columns: dict[str, Tensor]
     """``REFERENCE_INPUTS`` -> float32 [N], NaN where not computed."""
 
@@ -103,8 +104,8 @@ def complete(
 
 
 def rows_hash(dataset: AnsweredDataset) -> str:
-    """Return SHA-256 over the token ids of all rows, as they are trained on."""
-    whole = hashlib.sha256()
+    """Return SHA-256 over token ids and pictures of all rows, as they are trained on."""
+    whole = hashlib.sha256((pictures_digest(dataset) or "").encode())
     for row in range(len(dataset)):
         fields = dataset[row]
         for name in ("input_ids", "chosen", "rejected"):

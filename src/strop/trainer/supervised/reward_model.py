@@ -78,7 +78,7 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
         """Return metrics of all pairs; the mean score becomes the model's offset."""
         chosen, rejected, sources = [], [], []
         for batch in batches:
-            answers = self.group.evaluate(DataProto(batch.batch))
+            answers = self.call("evaluate", batch)
             chosen.append(answers.batch["chosen_scores"])
             rejected.append(answers.batch["rejected_scores"])
             sources.append(batch.non_tensor_batch["data_source"])

@@ -35,7 +35,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Return ``loss``, the mean over all response tokens, and ``perplexity``, its exponential."""
         log_prob, n_tokens = 0.0, 0.0
         for batch in batches:
-            answers = self.group.evaluate(DataProto(batch.batch))
+            answers = self.call("evaluate", batch)
             log_prob += float(answers.batch["log_prob"].double().sum())
             n_tokens += float(batch.batch["response_mask"].sum())
         loss = -log_prob / n_tokens
