@@ -32,6 +32,7 @@ from strop.models.scorer import SequenceScorer, ValueModel
 from strop.models.vision import PictureReader
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
+from strop.rollout.hf.decoding import Contexts
 from strop.rollout.hf.engine import HFRollout
 
 import picture_models
@@ -380,6 +381,31 @@ def test_the_check_refuses_passes_that_see_other_pictures(folders, monkeypatch, 
     mutation(monkeypatch)
     with pytest.raises(ModelError, match="rows with pictures"):
         checked(module)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_check_of_decoding_accepts_every_family(folders, kind):
+    model = loud(load_causal_lm(folders(kind)))
+    HFRollout(model, pad_token_id=0, eos_token_ids=[2], reader=reader_for(model, folders(kind)))
+
+
+@pytest.mark.parametrize("mutation", ["pictures", "positions"])
+def test_the_check_of_decoding_refuses_other_pictures_and_positions(folders, monkeypatch, mutation):
+    """Text is decoded rightly in both cases."""
+    folder = folders("qwen2_5_vl")
+    model = loud(load_causal_lm(folder))
+    if mutation == "pictures":
+        pad = Contexts.pad.__func__
+        plain = classmethod(
+            lambda cls, contexts, of_row, device, images=None: pad(cls, contexts, of_row, device)
+        )
+        monkeypatch.setattr(Contexts, "pad", plain)
+    else:
+        tokens = property(lambda self: self.attention_mask.sum(dim=1) - 1)
+        monkeypatch.setattr(vision.PictureInputs, "last_position", tokens)
+    HFRollout(model, pad_token_id=0, eos_token_ids=[2])
+    with pytest.raises(ModelError, match="wrongly after pictures"):
+        HFRollout(model, pad_token_id=0, eos_token_ids=[2], reader=reader_for(model, folder))
 
 
 def test_a_family_that_fails_packed_is_padded(folders, monkeypatch):

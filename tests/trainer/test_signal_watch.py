@@ -7,7 +7,7 @@ import random
 import pytest
 
 from strop.config.load import load_config
-from strop.trainer.watches import SignalWatch, StallWatch, cut_answers, equal_scores
+from strop.trainer.watches import PicturesWatch, SignalWatch, StallWatch, cut_answers, equal_scores
 
 from messages import mentions
 
@@ -101,6 +101,27 @@ def test_constant_figures_are_a_warning_and_a_run_without_entropies_gives_none()
     assert "modules_to_save" not in line
     watch = StallWatch("", has_adapters=False)
     assert not any(watch({"critic/score/mean": 0.2, "lr": 1.0}) for _ in range(60))
+
+
+@pytest.mark.parametrize(
+    ("keys", "difference", "warns"),
+    [
+        (["trainer.device=cpu"], 0.2, True),
+        (["trainer.device=cpu"], 0.05, False),
+        (["trainer.device=cuda"], 0.2, False),
+        (["trainer.device=cuda"], 0.6, True),
+        (["trainer.device=cuda", "actor_rollout_ref.model.compute_dtype=float32"], 0.2, True),
+        (["trainer.device=cpu", "trainer.async_steps=1"], 0.6, False),  # of older weights
+    ],
+)
+def test_a_sampler_that_sees_other_pictures_is_a_warning(keys, difference, warns):
+    files = ["actor_rollout_ref.model.path=m", "data.train_files=f", "actor_rollout_ref.rollout.name=hf"]
+    watch = PicturesWatch(load_config([*files, *keys]))
+    name = "training/rollout_probs_diff_max/pictures"
+    lines = [watch({name: value} if value else {}) for value in (difference, 0.0, 0.001, *[difference] * 3)]
+    assert [bool(line) for line in lines] == [False, False, False, warns, False, False]
+    if warns:
+        assert mentions(lines[3], name, "encoder cache", "image processing", "dummy weights")
 
 
 def test_single_samples_with_different_scores_and_null_do_not_warn():

@@ -259,6 +259,13 @@ class PictureReader(Reader):
         }
         return {name: column.to(device) for name, column in columns.items()}
 
+    def trial_prompts(self) -> dict[str, Tensor]:
+        """Return two prompts of ``trial_rows``: one with two pictures, and one with none."""
+        rows = self.trial_rows()
+        width = prompt_width(rows)
+        columns = {name: rows[name][2:, :width] for name in ("input_ids", "attention_mask", "position_ids")}
+        return {name: column.cpu() for name, column in {**columns, "images": rows["images"][2:]}.items()}
+
     def _counts(self, digests: Sequence[int]) -> list[int]:
         """Return the number of tokens of each picture."""
         counts = []

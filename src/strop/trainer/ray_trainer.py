@@ -48,7 +48,7 @@ from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import BestValidation, Validator
-from strop.trainer.watches import SignalWatch, StallWatch, cut_answers, equal_scores
+from strop.trainer.watches import PicturesWatch, SignalWatch, StallWatch, cut_answers, equal_scores
 from strop.trainer.weight_sync import WeightSync
 from strop.verl import VerlNames
 
@@ -144,6 +144,7 @@ class RayPPOTrainer(VerlNames):
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
         rate = f"actor_rollout_ref.actor.optim.lr={self.config.actor_rollout_ref.actor.optim.lr:g}"
         self._signal = SignalWatch(self.config.trainer.warn_without_signal, rate=rate)
+        self._pictures = PicturesWatch(self.config)
         self._stall = StallWatch(rate, has_adapters=self.config.actor_rollout_ref.model.has_adapters)
         self._first_cut: float | None = None
         self._warned_truncation = self._showed_equal = False
@@ -329,7 +330,8 @@ class RayPPOTrainer(VerlNames):
             self._showed_equal = True
             sample = samples_table(batch[:1], self.tokenizer).to_pylist()[0]
             logger.warning("warning: %s", printable(equal_scores(metrics, sample)))
-        for watch in (self._signal, self._stall) if has_reward(self.config) else ():
+        watches = (self._signal, self._stall) if has_reward(self.config) else ()
+        for watch in (self._pictures, *watches):
             if warning := watch(metrics):
                 logger.warning("warning: %s", warning)
         if self._first_cut is None:

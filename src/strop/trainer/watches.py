@@ -7,7 +7,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from strop.config.backends import ROLLOUTS
 from strop.config.keys import value_at
+from strop.config.placement import uses_gpu
+from strop.config.roles import is_off_policy
 from strop.config.schema import Config
 from strop.config.schema.agent import uses_agent
 
@@ -134,6 +137,31 @@ class StallWatch:
         return (
             f"score ({score:.3g}) and entropy ({entropy:.3g}) have not "
             f"moved in {_STALL} iterations. {self._advice}"
+        )
+
+
+class PicturesWatch:
+    """Warn once of two iterations in which sampler and trainer differ on rows with pictures."""
+
+    def __init__(self, config: Config) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        dtypes = config.actor_rollout_ref.model.compute_dtype, ROLLOUTS[rollout.name].dtype(config)
+        exact = all(name == "float32" or (name == "auto" and not uses_gpu(config)) for name in dtypes)
+        self._bound = 0.1 if exact else 0.5
+        self._left = 0 if is_off_policy(config) else 2  # samples of older weights differ, too
+
+    def __call__(self, metrics: Mapping[str, float]) -> str | None:
+        """Count an iteration with these ``metrics``; return the warning if it is due."""
+        name = "training/rollout_probs_diff_max/pictures"
+        found = metrics.get(name, 0.0)
+        self._left -= found > self._bound
+        if self._left or found <= self._bound:
+            return None
+        return (
+            f"{name} is {found:.2g}, above {self._bound}, in two iterations: sampler and trainer see other "
+            "pictures. Features of older weights in the sampler's encoder cache, another back-end of image "
+            "processing (torchvision in one environment alone), or dummy weights in the sampler "
+            "(rollout.load_format) do that. training/rollout_probs_diff_max/text is the difference of text"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,7 @@ from strop.models.heads import model_errors
 from strop.models.inputs import Reader
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
-from strop.models.vision import reader_of
+from strop.models.vision import PictureReader, reader_of
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, tokens_only
 from strop.rollout.hf.decoding import Contexts, Kept, decode
@@ -96,10 +96,12 @@ class HFRollout(QueuedRollout):
             portable_attention(model),
             model_errors(model, "rollout.name=hf: "),
         ):
-            check_decoding(model, self.generate)
+            check_decoding(model, self.generate, self._reader, _check_prompts(model))
+            if isinstance(self._reader, PictureReader):
+                check_decoding(model, self.generate, self._reader, self._reader.trial_prompts())
             if episodes is not None:
                 self._episodes = _TrialTurns()
-                check_decoding(model, self.generate, turns=True)
+                check_decoding(model, self.generate, self._reader, _check_prompts(model), turns=True)
         self.compute_dtype = compute_dtype  # set after the check, which bfloat16 rounding would blur
         self._episodes = episodes  # likewise: the check has no rows
 
@@ -340,36 +342,40 @@ class _TrialTurns:
         return DataProto()
 
 
+def _check_prompts(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return two short prompts of text."""
+    mask = (torch.arange(5) >= 5 - torch.tensor(_CHECK_LENGTHS)[:, None]).long()
+    return {
+        "input_ids": torch.tensor(_CHECK_PROMPTS) % model.config.get_text_config().vocab_size,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+    }
+
+
 def check_decoding(
     model: PreTrainedModel,
     generate: Callable[[DataProto, SamplingParams], DataProto],
+    reader: Reader,
+    prompts: Mapping[str, Tensor],
     *,
     turns: bool = False,
 ) -> None:
     """Raise ``ModelError`` if decoded log-probs differ from those of a plain forward pass.
 
-    Decodes four tokens after two short prompts, with ``turns`` those of ``_TrialTurns``. A family whose
+    Decodes four tokens after two prompts, with ``turns`` those of ``_TrialTurns``. A family whose
     cache, positions or masks work differently from what this package assumes would otherwise train on wrong
     samples. Call it in eval mode, in float32, without gradient.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    lengths = torch.tensor(_CHECK_LENGTHS)
-    mask = (torch.arange(5) >= 5 - lengths[:, None]).long()
-    prompts = DataProto.from_dict(
-        {
-            "input_ids": torch.tensor(_CHECK_PROMPTS) % vocabulary,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        }
-    )
     stops = tuple(range(vocabulary)) if turns else ()
     params = SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True, stop_token_ids=stops)
-    decoded = generate(prompts, params).to(model.device)
-    # prompts have 5 columns: logits from column 4 on predict the new tokens
-    whole = model(
-        **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
-        use_cache=False,
-    ).logits[:, 4:-1]
+    decoded = generate(DataProto(dict(prompts)), params).to(model.device)
+    images = {name: column for name, column in prompts.items() if name == "images"}
+    inputs = reader.inputs({**decoded.batch, **images})
+    with inputs.around(model):
+        # logits from the last column of the prompts on predict the new tokens
+        first = prompts["input_ids"].shape[1] - 1
+        whole = model(**inputs.arguments(), use_cache=False).logits[:, first:-1]
     expected = whole.float().log_softmax(-1)
     spread = float(expected.std(-1).max())
     expected = expected.gather(2, decoded.batch["responses"][..., None])[..., 0]
@@ -379,6 +385,7 @@ def check_decoding(
     tolerance = 1e-5 + spread * (0.01 if model.dtype == torch.float32 else 0.1)
     if error > tolerance:
         raise ModelError(
-            f"rollout.name=hf decodes {type(model).__name__} wrongly: log-probs differ from a plain "
-            f"forward pass by {error:.3g} (tolerance {tolerance:.3g}); use another rollout back-end"
+            f"rollout.name=hf decodes {type(model).__name__} wrongly{' after pictures' * bool(images)}: "
+            f"log-probs differ from a plain forward pass by {error:.3g} (tolerance {tolerance:.3g}); use "
+            "another rollout back-end"
         )
