@@ -26,7 +26,7 @@ DATA = {
     for name in (
         *("tokenizer", "train_files", "prompt_key", "apply_chat_template", "system_prompt", "chat_template"),
         *("apply_chat_template_kwargs", "allow_special_tokens", "reward_fn_key", "data_source", "answer_key"),
-        *("tools_key", "image_key", "min_pixels", "max_pixels"),
+        *("tools_key", "image_key", "min_pixels", "max_pixels", "max_images"),
     )
 }
 TURNS = {

@@ -61,7 +61,7 @@ class RowsConfig(Section, resumes=SAME):
     """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_pixels: PositiveInt | None
     """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_images: Annotated[PositiveInt | None, MAY_CHANGE]
+    max_images: PositiveInt | None
     """Most pictures of a prompt; more are an error. null: the most of any row."""
     apply_chat_template: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
