@@ -23,6 +23,7 @@ from strop.config.load import load_config
 from strop.errors import ConfigError, StropError
 from strop.results import Evaluation
 from strop.trainer.build import build_trainer
+from strop.trainer.ray_trainer import RayPPOTrainer
 
 import runs
 from killing import kill
@@ -90,6 +91,9 @@ def test_a_resume_with_another_picture_is_refused(inputs, tmp_path):
     (tmp_path / "own-1-0.png").write_bytes(picture(999, 84))
     with pytest.raises(StropError, match="pictures"):
         runs.train([*run, "trainer.total_training_steps=3"])
+    for key in ("data.min_pixels", "data.max_pixels", "data.max_images"):  # samples in flight have the width
+        with pytest.raises(StropError, match=key):
+            runs.train([*run, "trainer.total_training_steps=3", f"{key}=3136"])
 
 
 @pytest.mark.slow
@@ -144,6 +148,50 @@ def test_a_model_with_pictures_trains_on_text(inputs, tmp_path):
     before, after = weights(inputs / "smolvlm"), weights(tmp_path / "run" / "final_model")
     changed = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"text_model"}
+
+
+def test_a_validation_with_pictures_leaves_the_encoder_of_a_run_on_text_alone(inputs, tmp_path):
+    rows = tmp_path / "text.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "1"}) + "\n" for n in range(24)))
+    keys = (
+        f"data.train_files={rows}",
+        "trainer.test_freq=1",
+        "actor_rollout_ref.actor.optim.weight_decay=0.1",
+    )
+    runs.train(options(inputs, tmp_path / "run", *keys))
+    before, after = weights(inputs / "smolvlm"), weights(tmp_path / "run" / "final_model")
+    assert {n.split(".")[1] for n in before if not torch.equal(before[n], after[n])} == {"text_model"}
+
+
+class Wrapped:
+    """A user's data set around strop's."""
+
+    def __init__(self, dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int):
+        return self.dataset[row]
+
+
+def test_a_users_data_set_around_one_with_pictures_trains_as_that_one(inputs, tmp_path):
+    run = options(inputs, tmp_path / "run", "data.val_files=[]")
+    expected = runs.hashes(runs.train(run))
+    trainer = build_trainer(load_config([*run, f"trainer.default_local_dir={tmp_path / 'wrapped'}"]))
+    given = {
+        name: getattr(trainer, name) for name in ("config", "tokenizer", "role_worker_mapping", "reward_fn")
+    }
+    given |= {"resource_pool_manager": trainer.resource_pool_manager, "rows": trainer.rows}
+    wrapped = RayPPOTrainer(
+        **given,
+        ray_worker_group_cls=trainer.worker_group_cls,
+        train_dataset=Wrapped(trainer.train_loader.dataset),
+    )
+    wrapped.init_workers()
+    runs.fit(wrapped)
+    assert runs.hashes(wrapped) == expected
 
 
 @pytest.mark.parametrize(

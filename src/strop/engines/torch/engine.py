@@ -53,7 +53,7 @@ from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.models.transformers_private import attention_name
-from strop.models.vision import PictureReader, freeze, reader_of
+from strop.models.vision import freeze, reader_of
 from strop.protocol import DataProto
 
 _MODULES: dict[str, type[RoleModel]] = {
@@ -112,6 +112,8 @@ class TorchEngine:
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
         self._saving = state.BackgroundSave()
+        self._has_pictures = False
+        """The mini-batch is of a data set with pictures."""
         self._sharded = sharding is not None
         self._reduces_once = sharding is not None and sharding.reduce_once
         if compiled:
@@ -310,6 +312,7 @@ class TorchEngine:
         self._offload.bring_parameters()
         self.module.train()
         batch = DataProto(batch.batch)  # as in infer
+        self._has_pictures = "images" in batch.batch
         totals: dict[str, Tensor] = {}
         group, routers = self.module.sequence_group, self.module.routers
         counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
@@ -344,7 +347,7 @@ class TorchEngine:
         """See ``Engine.optimizer_step``."""
         if self._optimizer is None or self._settings is None:
             raise RuntimeError("this engine was built without an optimizer")
-        if isinstance(self.module.reader, PictureReader):
+        if self._has_pictures:
             for weight in self.module.trainable():
                 if weight.grad is None:  # no picture in the mini-batch: 0, as ranks beside others have it
                     weight.grad = torch.zeros_like(weight)
