@@ -55,7 +55,7 @@ def test_pictures_of_another_process_are_forgotten_and_own_ones_stay():
     assert pictures.size(theirs) == (6, 6)
     pictures.forget([mine, theirs])
     assert pictures.size(mine) == (6, 6)
-    with pytest.raises(KeyError):
+    with pytest.raises(DataError, match=r"digest 12345, and this process holds no such.*hold_pictures"):
         pictures.size(theirs)
 
 

@@ -123,7 +123,14 @@ def forget(digests: Iterable[int]) -> None:
 
 
 def _picture(digest: int) -> Picture:
-    return _own[digest] if digest in _own else _added[digest]
+    found = _own.get(digest) or _added.get(digest)
+    if found is None:
+        raise DataError(
+            f"the column images has the digest {digest}, and this process holds no such picture. The trainer "
+            "sends those of its data sets (strop.pictures.hold) to its own groups; for another group call "
+            "group.hold_pictures(strop.pictures.files(digests))"
+        )
+    return found
 
 
 def _digest(encoded: bytes) -> int:
