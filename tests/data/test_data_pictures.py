@@ -412,6 +412,9 @@ def test_a_processor_in_the_files_of_older_models(kind, folder_of, tokenizer_of,
     images = {**settings.pop("image_processor"), "processor_class": settings.pop("processor_class")}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
     (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    template = tmp_path / "chat_template.jinja"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
     rows = [{"prompt": "red", "images": [picture(100, 60)]}]
     found = [dataset(rows, tokenizer)[0] for tokenizer in (tokenizer_of(kind), load_tokenizer(tmp_path))]
     assert torch.equal(found[0]["input_ids"], found[1]["input_ids"])

@@ -72,6 +72,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     with raised_as(ModelError, f"no tokenizer can be loaded from {path}"):
         tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
     _require_vocabulary(tokenizer, path)
+    of_processor = Path(path) / "chat_template.json"  # where older models with pictures have it
+    if tokenizer.chat_template is None and of_processor.is_file():
+        with raised_as(ModelError, f"{of_processor}: no chat template can be read"):
+            tokenizer.chat_template = json.loads(of_processor.read_text(encoding="utf-8"))["chat_template"]
     # prompts end at one column, where the generation of all rows begins
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
