@@ -259,9 +259,14 @@ def test_the_demo_learns_colours_from_pictures_and_from_nothing_else(tmp_path, b
 
 
 @needs_peft
-def test_an_adapter_is_evaluated_with_the_processor_of_its_base_model(inputs, tmp_path):
+def test_an_adapter_is_evaluated_with_the_processor_of_its_base_model(inputs, tmp_path, caplog):
     lora = ("actor_rollout_ref.model.lora_rank=2", "critic.model.lora_rank=0")
-    runs.train(options(inputs, tmp_path / "run", *lora, "trainer.total_training_steps=1"))
+    with caplog.at_level("INFO"):
+        trainer = runs.train(options(inputs, tmp_path / "run", *lora, "trainer.total_training_steps=1"))
+    trained = sum(weight.numel() for weight in trainer.actor.worker.engine.module.trainable())
+    of_actor, of_critic = (record.message for record in caplog.records if "are trained:" in record.message)
+    assert of_actor == f"weights that are trained: {trained:,} of the language model"
+    assert "of the encoder" in of_critic
     found = strop.evaluate(
         str(tmp_path / "run" / "final_model"),
         str(inputs / "val.jsonl"),

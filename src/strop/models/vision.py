@@ -311,20 +311,24 @@ class PictureReader(Reader):
 
 
 def freeze(model: PreTrainedModel, parts: Collection[str]) -> None:
-    """Keep the weights of ``parts``, and log how many weights of which part are trained.
+    """Keep the weights of ``parts``; ``ModelError`` for a model without such a part."""
+    missing = set(parts)
+    for name, weight in model.named_parameters():
+        missing.discard(part := part_of(name) or "language model")
+        weight.requires_grad_(part not in parts)
+    if missing:
+        raise ModelError(
+            f"model.freeze={list(parts)}: {type(model).__name__} has no {min(missing)}; set it to []"
+        )
 
-    ``ModelError`` for a model without such a part.
-    """
+
+def log_trained(model: PreTrainedModel) -> None:
+    """Log how many weights of which part are trained, those of LoRA adapters among them."""
     counts: Counter[str] = Counter()
     for name, weight in model.named_parameters():
-        counts[part := part_of(name) or "language model"] += weight.numel()
-        weight.requires_grad_(part not in parts)
-    if missing := sorted(set(parts) - counts.keys()):
-        raise ModelError(
-            f"model.freeze={list(parts)}: {type(model).__name__} has no {missing[0]}; set it to []"
-        )
+        counts[part_of(name) or "language model"] += weight.numel() * weight.requires_grad
     if ranks.is_first():
-        trained = (f"{count:,} of the {part}" for part, count in counts.items() if part not in parts)
+        trained = (f"{count:,} of the {part}" for part, count in counts.items() if count)
         logger.info("weights that are trained: %s", ", ".join(trained))
 
 

@@ -53,7 +53,7 @@ from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.models.transformers_private import attention_name
-from strop.models.vision import freeze, reader_of
+from strop.models.vision import freeze, log_trained, reader_of
 from strop.protocol import DataProto
 
 _MODULES: dict[str, type[RoleModel]] = {
@@ -79,7 +79,7 @@ def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSo
         model = load_causal_lm(**options) if is_policy else load_scorer(**options)
     module = module_cls(model, packed=spec.packed, packing_key=spec.packing_key)
     module.reader = reader_of(model, spec.image_processor)
-    if spec.freeze or (spec.freeze is not None and spec.image_processor is not None):
+    if spec.freeze:
         freeze(model, spec.freeze)
     return module, source
 
@@ -175,6 +175,8 @@ class TorchEngine:
         if model.lora is not None:
             adapters = module.adapt(model.lora)
             weights = None if base is None else adapters.source(base)
+        if model.freeze or (model.freeze is not None and model.image_processor is not None):
+            log_trained(module.hugging_face_model)
         engine = cls(
             module,
             device=spec.device,
