@@ -51,6 +51,15 @@ def texts(rewriter, batch):
     ]
 
 
+def test_a_template_that_reads_parts_alone_is_given_parts():
+    template = (
+        "{% for m in messages %}{{ 'Q' if m.role == 'user' else 'A' }}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+        "{% if m.role == 'assistant' %}<end>{% endif %}.{% endfor %}"
+    )
+    assert texts(Rewriter(READER, writer(template)), BATCH) == texts(Rewriter(READER, writer()), BATCH)
+
+
 DIALOGUE = [
     {"role": "user", "content": "1+1="},
     {"role": "assistant", "content": "2"},

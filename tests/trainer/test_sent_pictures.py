@@ -21,7 +21,7 @@ class Group:
         self.held: set[int] = set()
         self.calls: list[tuple[str, set[int]]] = []
         self.hold_pictures = SimpleNamespace(start=lambda files: self.call("hold", set(files)))
-        self.drop_pictures = SimpleNamespace(start=lambda digests: self.call("drop", set(digests)))
+        self.forget_pictures = SimpleNamespace(start=lambda digests: self.call("drop", set(digests)))
 
     def call(self, what: str, digests: set[int]) -> None:
         self.calls.append((what, digests))

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from strop.data.bridge import Bridge, Call, tool_message
+from strop.data.tool_calls import find_parser
 from strop.errors import ModelError
 
-from byte_tokenizer import TEXT_ARGUMENTS, byte_tokenizer
+from byte_tokenizer import STOP, TEXT_ARGUMENTS, byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from chat_tokenizers import gemma, llama3, mistral, phi3, qwen2, qwen3
@@ -45,6 +46,41 @@ def test_history_and_bridge_are_the_tokens_of_the_whole_conversation(family):
             assert before[-1] == bridge.stop_id
             compared += 1
     assert compared == len(TEXTS) * len(ANSWERS)
+
+
+IN_PARTS = (
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + ({'name': c.function.name, 'arguments': "
+    "c.function.arguments} | tojson) + '</tool_call>' }}{% endfor %}"
+)
+IN_TEXT = IN_PARTS.replace(IN_PARTS[: IN_PARTS.index("{% for c")], "{{ m.content }}")
+
+
+def of_contents(contents):
+    return byte_tokenizer(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}" + contents + "{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+def test_a_template_that_reads_parts_alone_writes_what_one_of_texts_does():
+    """As SmolVLM's and LLaVA's, which leave out contents that are texts."""
+    call = Call("look_up", {"word": "a"})
+    found = []
+    for tokenizer in map(of_contents, (IN_PARTS, IN_TEXT)):
+        bridge = Bridge(tokenizer, [STOP], tools=[{"function": {"name": "look_up"}}])
+        parser = find_parser("auto", tokenizer, {}, ["<|im_end|>"], load=str)
+        found.append(
+            [
+                bridge.ids([{"role": "user", "content": "12"}]),
+                bridge.ids([tool_message(call, "red")], [call]),
+                bridge.said(call),
+                parser(bridge.said(call), "", []),
+                bridge.history,
+            ]
+        )
+    assert found[0] == found[1]
+    assert "look_up" in found[0][2]
 
 
 def test_control_tokens_in_an_answer_are_text():

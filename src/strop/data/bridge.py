@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.data.control_tokens import control_tokens
-from strop.data.prompts import AUTO, PromptFormat
+from strop.data.prompts import AUTO, PromptFormat, as_taken
 from strop.errors import ModelError
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Bridge:
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = True) -> str:
         rendered: Any = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            as_taken(messages, self._tokenizer),
             tokenize=False,
             add_generation_prompt=prompt,
             **self._options,

@@ -383,13 +383,20 @@ def _with_contents(
         return with_places(chat, len(pictures.texts))
     for message in chat:
         text_of(message["content"])  # raises for a picture
-    return with_places(chat, 0) if _takes_parts_alone(tokenizer) else chat
+    return with_places(chat, 0) if takes_parts_alone(tokenizer) else chat
+
+
+def as_taken(chat: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return messages with contents as the chat template takes them: as they are, or as lists of parts."""
+    if not takes_parts_alone(tokenizer):
+        return [dict(message) for message in chat]
+    return [{**message, "content": as_parts(message.get("content") or "")} for message in chat]
 
 
 _PARTS_ALONE: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
 
 
-def _takes_parts_alone(tokenizer: PreTrainedTokenizerBase) -> bool:
+def takes_parts_alone(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the chat template leaves out contents that are texts, as SmolVLM's and LLaVA's do."""
     template, known = _PARTS_ALONE.get(tokenizer, (None, False))
     if template != tokenizer.chat_template:

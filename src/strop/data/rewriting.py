@@ -13,7 +13,7 @@ import torch
 
 from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
-from strop.data.prompts import as_messages
+from strop.data.prompts import as_messages, as_taken
 from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
 
@@ -82,7 +82,8 @@ class Rewriter:
         messages, tools = map(control_tokens(self.writer).escape, (messages, tools))
         if truncated:
             messages[-1]["content"] += _RESPONSE_ENDS
-        text = self.writer.apply_chat_template(messages, tools=tools, tokenize=False)
+        chat = as_taken(messages, self.writer)
+        text = self.writer.apply_chat_template(chat, tools=tools, tokenize=False)
         if not truncated:
             return text
         # A template that drops parts of a response (its reasoning) may drop the mark, and nothing follows it.

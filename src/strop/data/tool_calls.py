@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strop.data.bridge import Call, call_message
+from strop.data.prompts import as_taken
 from strop.errors import ConfigError, ModelError
 
 _SEEN_BEFORE = 8  # tokens
@@ -174,8 +175,9 @@ def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[st
         # templates raise anything
         with contextlib.suppress(Exception):
             rendered = {"tokenize": False, **options, "tools": tools}
-            prompt = tokenizer.apply_chat_template(hello, add_generation_prompt=True, **rendered)
-            whole = tokenizer.apply_chat_template([*hello, call_message([call], as_text=as_text)], **rendered)
+            chat = as_taken([*hello, call_message([call], as_text=as_text)], tokenizer)
+            prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, **rendered)
+            whole = tokenizer.apply_chat_template(chat, **rendered)
             if call.arguments["word"] not in whole:
                 continue
             # of equal beginnings; the prompt may have a think block that is left out here

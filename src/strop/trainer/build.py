@@ -38,7 +38,7 @@ from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
-from strop.data.prompts import encode_prompts, encode_responses
+from strop.data.prompts import as_taken, encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows, columns_of
 from strop.data.sources import Rows
 from strop.data.template_check import chat_template_of, require_end
@@ -231,7 +231,8 @@ def _template_differs(tokenizer: Any) -> bool:
     """Return True if the chat template writes a response otherwise than a policy generates it."""
     prompt, response = [{"role": "user", "content": "1"}], {"role": "assistant", "content": "2"}
     generated = [*encode_prompts([prompt], tokenizer)[0], *encode_responses(["2"], tokenizer)[0]]
-    return tokenizer.apply_chat_template([*prompt, response], return_dict=False) != generated
+    whole = tokenizer.apply_chat_template(as_taken([*prompt, response], tokenizer), return_dict=False)
+    return whole != generated
 
 
 def fetch_tokenizer(

@@ -35,6 +35,6 @@ class SentPictures:
         """Drop the pictures that were last sent with this number, or with an earlier one."""
         if old := [digest for digest, last in self._last.items() if last <= number]:
             for group in self._groups:
-                group.drop_pictures.start(old)
+                group.forget_pictures.start(old)
             for digest in old:
                 del self._last[digest]

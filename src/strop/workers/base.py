@@ -89,7 +89,7 @@ class Worker(Generic[Root]):
         pictures.add(files)
 
     @register(Dispatch.ONE_TO_ALL)
-    def drop_pictures(self, digests: Sequence[int]) -> None:
+    def forget_pictures(self, digests: Sequence[int]) -> None:
         """Drop pictures that ``hold_pictures`` brought."""
         pictures.forget(digests)
 
