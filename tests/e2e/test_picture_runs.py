@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from picture_rows import options, picture, write_rows
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import strop
 from strop.checkpoint.folder import auto_class
@@ -209,6 +210,26 @@ def test_a_users_data_set_around_one_with_pictures_trains_as_that_one(inputs, tm
 def test_what_takes_no_pictures_is_refused(inputs, tmp_path, keys, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         require_pictures(load_config(options(inputs, tmp_path, *keys)))
+
+
+@pytest.fixture(scope="module")
+def text_part(inputs):
+    """The language model of SmolVLM, with its tokenizer."""
+    whole, folder = AutoModelForImageTextToText.from_pretrained(inputs / "smolvlm"), inputs / "text"
+    AutoModelForCausalLM.from_config(whole.config.text_config).save_pretrained(folder)
+    for file in (inputs / "smolvlm").iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("role", ["critic", "reward_model", "teacher"])
+def test_a_model_of_text_alone_is_refused_by_its_key(inputs, text_part, tmp_path, role):
+    keys = [f"{role}.model.path={text_part}"]
+    if role == "reward_model":
+        keys += ["reward_model.enable=True", "reward_model.model.input_tokenizer=null"]
+    with pytest.raises(StropError, match=rf"{role}\.model\.path=.*text alone \(llama\)"):
+        build_trainer(load_config(options(inputs, tmp_path, *keys)))
 
 
 def test_the_refusal_comes_before_a_model_loads(inputs, tmp_path, monkeypatch):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,24 @@ def with_placeholders(batch: DataProto, token: int) -> DataProto:
     return DataProto(columns)
 
 
+@contextlib.contextmanager
+def embedded_by_hand(model: Any, reader: PictureReader, sampled: Tensor) -> Generator[None]:
+    """Embed sampled placeholders, which transformers takes for a picture's."""
+    embeddings = model.get_input_embeddings()
+    own = embeddings(torch.tensor([reader.placeholder]))[0]
+    hook = embeddings.register_forward_hook(
+        lambda _, inputs, output: torch.where(sampled[..., None], own, output)
+    )
+    yield
+    hook.remove()
+
+
 def reference(
     model: Any, reader: PictureReader, batch: DataProto
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Log-probs [B, T] of transformers' forward pass on each row alone in float64, gradients, weights."""
     double = copy.deepcopy(model).double()
-    embeddings, mask_BT = double.get_input_embeddings(), batch.batch["response_mask"].bool()
+    mask_BT = batch.batch["response_mask"].bool()
     random = torch.Generator().manual_seed(3)
     weights = torch.randn(mask_BT.shape, generator=random).double() * mask_BT
     found = torch.zeros(mask_BT.shape, dtype=torch.float64)
@@ -160,14 +173,9 @@ def reference(
                 arguments["mm_token_type_ids"] = types.int()
             if model.config.model_type == "gemma3":
                 arguments["token_type_ids"] = types.long()
-        # transformers takes every placeholder for a picture's: embed the sampled ones by hand
         sampled = (ids == reader.placeholder) & (torch.arange(ids.shape[1]) >= prompt)
-        own = embeddings(torch.tensor([reader.placeholder]))[0]
-        hook = embeddings.register_forward_hook(
-            lambda _, inputs, output, at=sampled, own=own: torch.where(at[..., None], own, output)
-        )
-        logits = double(input_ids=ids.masked_fill(sampled, 1), **arguments).logits
-        hook.remove()
+        with embedded_by_hand(double, reader, sampled):
+            logits = double(input_ids=ids.masked_fill(sampled, 1), **arguments).logits
         log_probs = logits[0, prompt - 1 : -1].log_softmax(-1)
         chosen = log_probs.gather(1, ids[0, prompt:, None])[:, 0]
         (chosen * weights[row, :response]).sum().backward()
@@ -265,16 +273,17 @@ def test_only_pictures_of_computed_prompts_are_encoded(folders, held, monkeypatc
     assert seen == [5, 18]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava"])
 @pytest.mark.parametrize("kind", ["value", "score"])
-def test_values_and_scores_are_those_of_the_family(folders, held, kind):
-    folder = folders("qwen2_5_vl")
+def test_values_and_scores_are_those_of_the_family(folders, held, kind, family):
+    folder = folders(family)
     policy = load_causal_lm(folder)
     batch = samples_of(policy, reader_for(policy, folder), held)
     model = loud(load_scorer(folder, fresh_head_seed=0))
     module = (ValueModel if kind == "value" else SequenceScorer)(model, packed=True)
-    module.reader = reader_for(model, folder)
+    module.reader, double = reader_for(model, folder), copy.deepcopy(model).double()
     with torch.no_grad():
-        found = module.figures(columns_of(batch, torch.arange(len(batch)), torch.device("cpu")))
+        found = module.figures(columns_of(batch, torch.arange(len(batch)), torch.device("cpu"))).double()
         width = batch.batch["input_ids"].shape[1] - T
         for row in range(len(batch)):
             prompt = int(batch.batch["attention_mask"][row, :width].sum())
@@ -282,15 +291,18 @@ def test_values_and_scores_are_those_of_the_family(folders, held, kind):
             ids = batch.batch["input_ids"][row, width - prompt : width + length][None]
             digests = [digest for digest in batch.batch["images"][row].tolist() if digest]
             more = own_pixels(module.reader, digests) if digests else {}
-            if digests:
+            more = {name: x.double() if x.is_floating_point() else x for name, x in more.items()}
+            if digests and family == "qwen2_5_vl":
                 types = (ids == module.reader.placeholder) & (torch.arange(ids.shape[1]) < prompt)
                 more["mm_token_type_ids"] = types.int()
-            hidden = model.base_model(input_ids=ids, **more).last_hidden_state
-            own = (hidden @ model.score.weight.T)[0, :, 0]
+            sampled = (ids == module.reader.placeholder) & (torch.arange(ids.shape[1]) >= prompt)
+            with embedded_by_hand(double, module.reader, sampled):
+                hidden = double.base_model(input_ids=ids.masked_fill(sampled, 1), **more).last_hidden_state
+            own = (hidden @ double.score.weight.T)[0, :, 0]
             if kind == "value":
-                torch.testing.assert_close(found[row, :length], own[prompt - 1 : -1], atol=2e-5, rtol=0)
+                torch.testing.assert_close(found[row, :length], own[prompt - 1 : -1], atol=1.5e-5, rtol=0)
             else:
-                torch.testing.assert_close(found[row], own[-1], atol=2e-5, rtol=0)
+                torch.testing.assert_close(found[row], own[-1], atol=1.5e-5, rtol=0)
 
 
 def checked(module: PolicyModel) -> None:

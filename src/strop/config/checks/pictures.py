@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.batch_plan import engine_of, forward_passes, keys_of_pass
 from strop.config.keys import value_at
+from strop.config.memory.facts import read_config_file
+from strop.config.roles import model_paths, supervised_model_paths
 from strop.config.schema import Config
 from strop.config.schema.agent import uses_agent
 from strop.config.schema.environment import uses_environment
+from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.teacher import teachers_of
 from strop.errors import ConfigError
 
 
-def require_pictures(config: Config) -> None:
+def require_pictures(config: Config | SupervisedConfig) -> None:
     """Raise ``ConfigError`` for all that cannot be used with a data set that has pictures."""
-    if problems := [f"the data set has pictures: {problem}" for problem in _problems(config)]:
-        raise ConfigError(*problems)
+    if isinstance(config, Config):
+        problems = [*_blind(model_paths(config)), *_problems(config)]
+    else:
+        problems = [*_blind(supervised_model_paths(config))]
+    if problems:
+        raise ConfigError(*(f"the data set has pictures: {problem}" for problem in problems))
+
+
+def _blind(paths: Mapping[str, str]) -> Iterator[str]:
+    for key, path in paths.items():
+        content = read_config_file(path)
+        if content and "vision_config" not in content:
+            kind = content.get("model_type")
+            yield f"{key}={path}: a model of text alone ({kind}); set it to one of the policy's family"
 
 
 def _problems(config: Config) -> Iterator[str]:

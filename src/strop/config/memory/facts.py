@@ -40,6 +40,14 @@ class ModelFacts:
     """Numbers in routed experts, out of ``parameters``."""
 
 
+def read_config_file(path: str) -> dict[str, Any] | None:
+    """Return the content of config.json of the model in the folder `path`; None if it cannot be read."""
+    try:
+        return None if is_url(path) else json.loads((_folder_of(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def read_model_facts(path: str) -> ModelFacts | None:
     """Return facts about the model in the folder `path`; None if it is not local or lacks them."""
     if not path or is_url(path):

@@ -20,6 +20,7 @@ from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import Checkpoints
 from strop.config.backends import load_backend
 from strop.config.checks.check import check
+from strop.config.checks.pictures import require_pictures
 from strop.config.checks.supervised import OptimizerSteps, Supervised, few_steps
 from strop.config.placement import GLOBAL_POOL, pools_of
 from strop.config.roles import supervised_model_paths
@@ -115,6 +116,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.group: Any = None  # a worker group, with the worker's methods
         self.sent_pictures: SentPictures
         self.max_pictures = max(map(max_pictures, filter(None, (trained, validated))), default=0)
+        if self.max_pictures:
+            require_pictures(config)
         self.publication: Publication | None = None
         self.upload_failed = False
 
