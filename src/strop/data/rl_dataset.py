@@ -387,6 +387,9 @@ def max_pictures(dataset: RowDataset) -> int:
 
     All rows have as many digests.
     """
+    known: Any = getattr(all_rows(dataset), "pictures", dataset)
+    if known is None or isinstance(known, PromptPictures):  # without a row, for which torch would be loaded
+        return 0 if known is None else known.columns.shape[1]
     images: Any = columns_of(dataset, 0).get("images") if len(dataset) else None
     # without pictures images may be a column of the user
     return len(images) if str(getattr(images, "dtype", "")).endswith("int64") else 0
