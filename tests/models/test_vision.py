@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from strop.models.loader import load_causal_lm, load_scorer
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing
 from strop.models.passes.compiled import CompiledLayers
+from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import PromptsOnce, first_with_prompt
 from strop.models.scorer import SequenceScorer, ValueModel
@@ -305,8 +307,17 @@ def test_values_and_scores_are_those_of_the_family(folders, held, kind, family):
                 torch.testing.assert_close(found[row], own[-1], atol=1.5e-5, rtol=0)
 
 
-def checked(module: PolicyModel) -> None:
-    require_eager_figures(module, name="the actor", updates=True, dtype=torch.float32, remedy="")
+def checked(module: PolicyModel, dtype: torch.dtype = torch.float32) -> None:
+    require_eager_figures(
+        module,
+        name="the actor",
+        updates=True,
+        dtype=dtype,
+        precision=partial(
+            low_precision, module.hugging_face_model, None if dtype == torch.float32 else dtype
+        ),
+        remedy="",
+    )
 
 
 def of_family(folders: Any, kind: str, packed: bool) -> PolicyModel:
@@ -320,6 +331,12 @@ def of_family(folders: Any, kind: str, packed: bool) -> PolicyModel:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_check_accepts_every_family(folders, kind, packed):
     checked(of_family(folders, kind, packed))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_bfloat16_is_within_the_bound_of_the_check(folders, kind, packed):
+    checked(of_family(folders, kind, packed), torch.bfloat16)
 
 
 def drop_pixels(monkeypatch: Any) -> None:
