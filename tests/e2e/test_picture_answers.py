@@ -212,6 +212,21 @@ def test_the_references_log_probs_are_of_their_pictures(inputs, tmp_path, monkey
     assert cached.read_bytes() != before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one(inputs, tmp_path, kind):
+    """A rank whose micro-batch has no picture does not hang, and other processes get the pictures."""
+    keys = ("update.micro_batch_size_per_gpu=1", "trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
+    train(kind, options(inputs, tmp_path / "one", keys[0]))
+    train(kind, options(inputs, tmp_path / "two", *keys)).shutdown()
+    oracle = Oracle(kind, inputs / "smolvlm", None, [])
+    one, two = (moved(oracle.load(tmp_path / run / "final_model"), oracle.model) for run in ("one", "two"))
+    for part, changes in one.items():
+        norm = sum(change.square().sum() for change in changes.values())
+        difference = sum((two[part][name] - change).square().sum() for name, change in changes.items())
+        assert (difference / norm).sqrt() < 1e-4, part
+
+
 @needs_peft
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_an_adapter_is_what_peft_loads_on_the_base_model(inputs, tmp_path, kind):
