@@ -25,7 +25,7 @@ from strop.data.answers import AnsweredDataset, pair_batch
 from strop.data.build import build_loaders
 from strop.data.loader import EpochSampler, collate
 from strop.data.pictures.expand import load_processor
-from strop.data.rl_dataset import RLHFDataset, pictures_digest
+from strop.data.rl_dataset import RLHFDataset, max_pictures, pictures_digest
 from strop.data.sources import Rows, fingerprint
 from strop.errors import CheckpointError, DataError, ModelError
 from strop.models.folder import load_tokenizer
@@ -473,6 +473,12 @@ def test_prompts_with_answers_are_those_of_reinforcement_learning(tokenizer):
     assert batch.batch["images"].tolist() == [expected[row]["images"].tolist() for row in range(2)]
     with pytest.raises(DataError, match=naming("data.truncation=left", "data.filter_overlong=True")):
         answered(rows, tokenizer, "chosen", "rejected", truncation="left")
+
+
+def test_a_users_rows_may_be_of_any_form(tokenizer):
+    assert max_pictures([(1, 2)]) == max_pictures([]) == max_pictures([{"images": ["a.png"]}]) == 0
+    rows = [{"prompt": "red", "images": [picture(9, 9), picture(9, 8)]}]
+    assert max_pictures([dataset(rows, tokenizer)[0]]) == 2
 
 
 def test_a_template_that_writes_no_placeholder(tokenizer_of):

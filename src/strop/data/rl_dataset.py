@@ -390,7 +390,8 @@ def max_pictures(dataset: RowDataset) -> int:
     known: Any = getattr(all_rows(dataset), "pictures", dataset)
     if known is None or isinstance(known, PromptPictures):  # without a row, for which torch would be loaded
         return 0 if known is None else known.columns.shape[1]
-    images: Any = columns_of(dataset, 0).get("images") if len(dataset) else None
+    row: Any = columns_of(dataset, 0) if len(dataset) else None
+    images: Any = row.get("images") if isinstance(row, Mapping) else None  # rows of a user may be anything
     # without pictures images may be a column of the user
     return len(images) if str(getattr(images, "dtype", "")).endswith("int64") else 0
 
