@@ -46,6 +46,14 @@ class TrainData(TypedDict, total=False):
     """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
     tools_key: str | None
     """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
+    image_key: str
+    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
+    min_pixels: int | None
+    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_pixels: int | None
+    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_images: int | None
+    """Most pictures of a prompt; more are an error. null: the most of any row."""
     apply_chat_template: Literal["auto"] | bool
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: str | None
@@ -74,14 +82,6 @@ class TrainData(TypedDict, total=False):
     """Column that names the scorer of a row (its data source)."""
     data_source: str | None
     """Data source of the rows of files that lack the column reward_fn_key."""
-    image_key: str
-    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
-    min_pixels: int | None
-    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_pixels: int | None
-    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_images: int | None
-    """Most pictures of a prompt; more are an error. null: the most of any row."""
     answer_key: str | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
     val_max_samples: int | None
@@ -950,6 +950,14 @@ class SftData(TypedDict, total=False):
     """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
     tools_key: str | None
     """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
+    image_key: str
+    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
+    min_pixels: int | None
+    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_pixels: int | None
+    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_images: int | None
+    """Most pictures of a prompt; more are an error. null: the most of any row."""
     apply_chat_template: Literal["auto"] | bool
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: str | None
@@ -1158,6 +1166,14 @@ class TrainRmData(TypedDict, total=False):
     """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
     tools_key: str | None
     """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
+    image_key: str
+    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
+    min_pixels: int | None
+    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_pixels: int | None
+    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
+    max_images: int | None
+    """Most pictures of a prompt; more are an error. null: the most of any row."""
     apply_chat_template: Literal["auto"] | bool
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: str | None
