@@ -15,7 +15,7 @@ import transformers
 from strop.config.load import load_config
 from strop.config.memory.facts import ModelFacts
 from strop.protocol import DataProto
-from strop.tracking.samples import write_samples
+from strop.tracking.samples import samples_table, write_table
 
 import tiny_model
 from ranks import Ranks
@@ -177,7 +177,7 @@ def test_samples_are_as_large_as_the_page_says(tmp_path):
         },
         {"uid": np.array([str(row) for row in range(rows)], dtype=object)},
     )
-    write_samples(tmp_path / "samples.parquet", batch, Words())
+    write_table(tmp_path / "samples.parquet", samples_table(batch, Words()))
     size = (tmp_path / "samples.parquet").stat().st_size
     expected = scaling.samples_file(rows * response, NUMBERS)
     print(size / rows / response, expected / rows / response)

@@ -140,7 +140,8 @@ SAMPLE_COLUMNS = _read("""
 uid                 | B   | string  | text   | samples | users | names the prompt; its n samples share it
 data_source         | B   | string  | text   | samples | validation, view | selects the scorer
 ground_truth        | B   | string  | text   | samples | view | JSON if structured | optional
-prompt              | B   | string  | text   | samples | validation, view | with special tokens
+prompt              | B   | string  | text   | samples | validation, view | as the model saw it
+images              | B*  | string  | digest | samples | view | of pictures, hexadecimal | pictures
 response            | B   | string  | text   | samples | validation, view | without special tokens
 hidden_tokens       | B   | int32   | tokens | samples | validation, view | not in the text | if counted
 response_with_special_tokens | B | string | text | samples | view | null without hidden tokens | if counted

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from strop.errors import DataError
 
 _LARGEST_ASPECT = 200  # processors of Qwen-VL refuse more
+_THUMBNAIL = 256  # pixels
 
 
 class Picture(NamedTuple):
@@ -72,6 +73,25 @@ def held(digest: int) -> bytes:
 def size(digest: int) -> tuple[int, int]:
     """Return width and height of a picture as ``opened`` returns it."""
     return _picture(digest).size
+
+
+def name(digest: int) -> str:
+    """Return the digest in hexadecimal, as files name a picture."""
+    return f"{digest:016x}"
+
+
+def in_words(digest: int) -> str:
+    """Return file name and size, as ``a.png, 640 x 480``; the size alone for a picture without a file."""
+    file, _, (width, height) = _picture(digest)
+    return f"{f'{file.name}, ' if isinstance(file, Path) else ''}{width} x {height}"
+
+
+def thumbnail(digest: int) -> bytes:
+    """Return a small copy as the content of a JPEG file; raise as ``opened`` does."""
+    picture, file = opened(digest), io.BytesIO()
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    picture.save(file, "JPEG")
+    return file.getvalue()
 
 
 def opened(digest: int) -> Any:

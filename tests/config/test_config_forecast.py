@@ -12,7 +12,7 @@ from strop.config.load import load_config
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import forecast, sample_files
 from strop.protocol import DataProto
-from strop.tracking.samples import write_samples
+from strop.tracking.samples import samples_table, write_table
 
 SHAPE = {
     "vocab_size": 50,
@@ -268,7 +268,7 @@ def test_the_size_of_a_file_of_samples_is_that_of_a_real_one(tmp_path):
             "response_mask": torch.ones(128, 500),
         }
     )
-    write_samples(tmp_path / "samples.parquet", batch, Words())
+    write_table(tmp_path / "samples.parquet", samples_table(batch, Words()))
     expected = sample_files(config, BatchPlan.from_config(config)).file
     assert 0.75 < (tmp_path / "samples.parquet").stat().st_size / expected < 1.25
 

@@ -19,6 +19,7 @@ from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows
 from strop.models.loader import load_scorer, load_tokenizer
 from strop.protocol import DataProto
+from strop.tracking.samples import samples_table
 from strop.workers.policy import ActorRolloutRefWorker
 
 import picture_models
@@ -98,7 +99,11 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
         folder = picture_models.make("smolvlm", inputs / "pictures")
         rows = Rows("pictures", [{"prompt": "?", "images": [np.zeros((56, 56, 3), np.uint8)]}])
         dataset = RLHFDataset(rows, load_tokenizer(folder), max_prompt_length=48)
-        collate([dataset[0]], pad_token_id=0, max_prompt_length=48)
+        batch = collate([dataset[0]], pad_token_id=0, max_prompt_length=48)
+        ids = batch.batch["input_ids"]
+        answer = {"prompts": ids, "responses": ids[:, :0], "response_mask": ids[:, :0].float()}
+        for field in samples_table(batch.union(DataProto(answer)), dataset.tokenizer).schema:
+            files.setdefault(field.name, set()).add(_type(field.type))
         row: dict[str, Any] = {
             "data_source": "x",
             **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.tensor([4, 5])),

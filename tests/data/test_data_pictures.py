@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -193,6 +194,27 @@ def test_ids_for_vllm_have_one_placeholder_for_each_picture(tokenizer):
     assert short.count(placeholder) == 3
     with pytest.raises(ValueError, match="not in the prompt"):
         found.pictures.unexpanded(short, found[0]["images"].tolist())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_prompt_in_words_has_the_tokens_of_each_picture(kind, tokenizer_of, tmp_path):
+    tokenizer = tokenizer_of(kind)
+    (tmp_path / "a.png").write_bytes(encoded(picture(300, 90)))
+    images = [str(tmp_path / "a.png"), picture(40, 60)]
+    found = dataset([{"prompt": "two", "images": images}, {"prompt": "one", "images": images[:1]}], tokenizer)
+    counts, texts = [], []
+    for row in (0, 1):
+        ids, digests = found[row]["input_ids"].tolist(), found[row]["images"].tolist()
+        counts.append(ids.count(tokenizer.convert_tokens_to_ids(found.pictures.placeholder)))
+        texts.append(found.pictures.in_words(tokenizer.decode(ids), [digest for digest in digests if digest]))
+    first, second = counts[1], counts[0] - counts[1]
+    assert f"[picture 1: a.png, 300 x 90, {first} tokens]" in texts[1]
+    assert re.findall(r"\[picture.*?\]", texts[0]) == [
+        f"[picture 1: a.png, 300 x 90, {first} tokens]", f"[picture 2: 40 x 60, {second} tokens]"
+    ]  # fmt: skip
+    assert found.pictures.placeholder not in "".join(texts)
+    typed = tokenizer.decode(ids) + found.pictures.placeholder
+    assert found.pictures.in_words(typed, [digests[0]]) == typed
 
 
 class Forms:
@@ -520,6 +542,15 @@ def test_cached_ids_are_those_of_the_pictures_and_their_processing(tokenizer, tm
     first = lengths(60)
     assert lengths(100) != first == lengths(60) != lengths(60, max_pixels=784)
     assert len(list((tmp_path / "tokens").iterdir())) == 3
+
+
+def test_with_cached_ids_no_picture_is_processed(tokenizer, tmp_path, monkeypatch):
+    rows = [{"prompt": "red", "images": [picture(60, 90)]}]
+    first = dataset(rows, tokenizer, cache_dir=tmp_path)
+    again = dataset(rows, tokenizer, cache_dir=tmp_path)
+    again.pictures.processor = None
+    digest = again[0]["images"].tolist()[0]
+    assert again.pictures.tokens(digest) == first.pictures.tokens(digest) > 0
 
 
 def test_a_resume_on_other_pictures_is_an_error(tokenizer, tmp_path):

@@ -34,7 +34,7 @@ from strop.page.files import RunFiles
 from strop.page.server import PageServer
 from strop.protocol import DataProto
 from strop.tracking.machine import record_start
-from strop.tracking.samples import TOKEN_TEXTS, write_samples
+from strop.tracking.samples import TOKEN_TEXTS, samples_table, write_table
 
 from browser import CHROMIUM, DRIVER, Browser
 from messages import mentions
@@ -108,7 +108,7 @@ def write_run(folder: Path, *, steps: int = 3) -> Path:
             "reward_model": [{"ground_truth": HOSTILE[2]}] * 2 * count,
         }
         batch = DataProto.from_dict(columns, names)
-        write_samples(folder / "rollouts" / f"step_{step:06d}.parquet", batch, Texts())
+        write_table(folder / "rollouts" / f"step_{step:06d}.parquet", samples_table(batch, Texts()))
     return folder
 
 
@@ -548,7 +548,7 @@ def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(br
         "advantages": torch.arange(-4.0, 5.0)[None],
     }
     path = run / "rollouts" / "step_000001.parquet"
-    write_samples(path, DataProto.from_dict(columns, {"uid": ["a"]}), Letters())
+    write_table(path, samples_table(DataProto.from_dict(columns, {"uid": ["a"]}), Letters()))
     tokens = "(box) => [...box.querySelectorAll('.token')].map((token) => token.at)"
     with serving(run) as server:
         browser.open(f"{server.url}#samples?row=0")

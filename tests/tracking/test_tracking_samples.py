@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strop.protocol import DataProto
-from strop.tracking.samples import HiddenTokensWarning, write_samples
+from strop.tracking.samples import HiddenTokensWarning, samples_table, write_table
 
 from messages import mentions
 
@@ -57,7 +57,7 @@ def test_a_row_holds_the_sample_without_padding(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.parquet"
     batch = two_samples()
     batch.batch["reward/format"] = torch.tensor([0.5, -0.5])
-    write_samples(path, batch, Letters())
+    write_table(path, samples_table(batch, Letters()))
     first, second = pq.read_table(path).to_pylist()
     assert first == {
         "uid": "1-0",
@@ -90,7 +90,7 @@ def test_numbers_keep_the_bits_that_their_column_needs(tmp_path):
     for name in ("values", "old_log_probs"):
         batch.batch[name] = numbers
     batch.batch["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
-    write_samples(tmp_path / "s.parquet", batch, Letters())
+    write_table(tmp_path / "s.parquet", samples_table(batch, Letters()))
     table = pq.read_table(tmp_path / "s.parquet")
     for name, bits in (("values", 11), ("old_log_probs", 16)):
         found = torch.tensor(table[name].to_pylist())
@@ -111,7 +111,7 @@ def with_hidden_tokens() -> DataProto:
 
 
 def test_a_response_with_hidden_tokens_has_a_second_text_with_them(tmp_path):
-    write_samples(tmp_path / "s.parquet", with_hidden_tokens(), Letters())
+    write_table(tmp_path / "s.parquet", samples_table(with_hidden_tokens(), Letters()))
     first, second = pq.read_table(tmp_path / "s.parquet").to_pylist()
     assert (first["response"], first["hidden_tokens"], first["response_with_special_tokens"]) == (
         "df",
@@ -137,7 +137,7 @@ def test_hidden_tokens_are_warned_of_once_with_the_text_of_a_response(caplog):
 
 def test_missing_columns_are_left_out(tmp_path):
     keep = ("prompts", "responses", "attention_mask", "response_mask")
-    write_samples(tmp_path / "s.parquet", two_samples().select(*keep), Letters())
+    write_table(tmp_path / "s.parquet", samples_table(two_samples().select(*keep), Letters()))
     table = pq.read_table(tmp_path / "s.parquet")
     assert table.column_names == [
         "prompt",
@@ -153,7 +153,7 @@ def test_missing_columns_are_left_out(tmp_path):
 @pytest.mark.parametrize("failure", ["a text that UTF-8 lacks", "a full disk"])
 def test_a_failed_write_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch, failure):
     path, batch = tmp_path / "s.parquet", two_samples()
-    write_samples(path, batch, Letters())
+    write_table(path, samples_table(batch, Letters()))
     before = path.read_bytes()
 
     def full(writer, table, **options):
@@ -164,13 +164,13 @@ def test_a_failed_write_leaves_the_earlier_file_and_no_other(tmp_path, monkeypat
     else:
         batch.non_tensor_batch["uid"][0] = "\ud800"
     with pytest.raises((OSError, UnicodeEncodeError)):
-        write_samples(path, batch, Letters())
+        write_table(path, samples_table(batch, Letters()))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_no_samples_are_an_empty_file_with_its_columns(tmp_path):
-    write_samples(tmp_path / "s.parquet", two_samples()[:0], Letters())
+    write_table(tmp_path / "s.parquet", samples_table(two_samples()[:0], Letters()))
     table = pq.read_table(tmp_path / "s.parquet")
     assert table.num_rows == 0
     assert "old_log_probs" in table.column_names

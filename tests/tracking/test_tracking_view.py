@@ -13,7 +13,7 @@ from test_tracking_samples import Letters, two_samples, with_hidden_tokens
 from strop.cli.main import main
 from strop.errors import ConfigError
 from strop.terminal import printable
-from strop.tracking.samples import write_samples
+from strop.tracking.samples import samples_table, write_table
 from strop.trainer.evaluation import settings
 
 from messages import mentions
@@ -41,11 +41,11 @@ def run_dir(track, tmp_path):
             }
             tracking.log(step, {**metrics, **validation})
     batch = two_samples()
-    write_samples(folder / "rollouts" / "step_000001.parquet", batch, Letters())
+    write_table(folder / "rollouts" / "step_000001.parquet", samples_table(batch, Letters()))
     batch.batch["response_mask"] = torch.ones(2, 4)
     batch.batch["token_level_scores"] = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, -8.0]])
-    write_samples(folder / "rollouts" / "step_000003.parquet", batch, Letters())
-    write_samples(folder / "validation" / "step_000004.parquet", batch[:1], Letters())
+    write_table(folder / "rollouts" / "step_000003.parquet", samples_table(batch, Letters()))
+    write_table(folder / "validation" / "step_000004.parquet", samples_table(batch[:1], Letters()))
     return folder
 
 
@@ -96,7 +96,7 @@ def test_a_chosen_step_shows_its_metrics_and_samples(run_dir, capsys):
     text = view(capsys, run_dir, "--step", 3)
     assert re.search(r"first +chosen +last *\n.*step 1 +step 3 +step 4", text)
     assert "Samples of step 3" in text
-    write_samples(run_dir / "validation" / "step_000002.parquet", two_samples(), Letters())
+    write_table(run_dir / "validation" / "step_000002.parquet", samples_table(two_samples(), Letters()))
     text = view(capsys, run_dir, "--best")  # by validation: 0.6 at step 2
     assert re.search(r"first +chosen +last *\n.*step 1 +step 2 +step 4", text)
     assert "Samples of step 2" in text
@@ -166,7 +166,7 @@ def test_the_samples_of_the_last_step_are_shown_unless_another_is_chosen(run_dir
 
 
 def test_special_tokens_that_the_reward_does_not_see_are_shown(run_dir, capsys):
-    write_samples(run_dir / "rollouts" / "step_000004.parquet", with_hidden_tokens(), Letters())
+    write_table(run_dir / "rollouts" / "step_000004.parquet", samples_table(with_hidden_tokens(), Letters()))
     text = view(capsys, run_dir)
     assert "1-1  score 0.250  (4 tokens, cut at the limit, 2 hidden from the reward)" in text
     assert "a..b" in text
@@ -214,7 +214,7 @@ def test_an_answer_cannot_steer_the_terminal_or_the_markup(track, tmp_path, caps
 
     with track(tmp_path) as tracking:
         tracking.log(1, {"critic/score/mean": 1.0, "val/test_score/[red]x": 1.0})
-    write_samples(tmp_path / "rollouts" / "step_000001.parquet", two_samples(), Hostile())
+    write_table(tmp_path / "rollouts" / "step_000001.parquet", samples_table(two_samples(), Hostile()))
     text = view(capsys, tmp_path)
     assert "\x1b" not in text
     assert r"\x1b[2J[bold]\x07 [/] ü" in text

@@ -111,7 +111,7 @@ def tokenize_table(
             *([table.table.select([table.tools_key])] if has_tools else []),
         ]
         cache = _cache_path(columns, tokenizer, encode, how, cache_dir, pictures)
-    if cache is not None and (found := _load(cache, len(table))) is not None:
+    if cache is not None and (found := _load(cache, len(table), pictures)) is not None:
         return found
     if has_tools:
         _require_rendered_tools(table, tokenizer, prompt_key, how, pictures)
@@ -124,7 +124,7 @@ def tokenize_table(
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
     result = TokenizedPrompts(np.concatenate(arrays), offsets)
     if cache is not None:
-        _save(cache, result)
+        _save(cache, result, pictures)
     return result
 
 
@@ -310,7 +310,8 @@ def _cache_path(
         "format": dataclasses.asdict(how),
         "values": list(map(_digest, columns)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        **({} if pictures is None else {"pictures": pictures.digest()}),
+        # 2: with the tokens of each size
+        **({} if pictures is None else {"pictures": [pictures.digest(), 2]}),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(cache_dir) / "tokens" / f"{name}.npz"
@@ -326,15 +327,17 @@ def _digest(table: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def _load(path: Path, rows: int) -> TokenizedPrompts | None:
+def _load(path: Path, rows: int, pictures: PromptPictures | None) -> TokenizedPrompts | None:
     """Return cached ids, or None if there are none or they are not what was written under this name."""
     if not path.exists():
         return None
     try:
         with np.load(path, allow_pickle=False) as stored:
             found, digest = TokenizedPrompts(stored["ids"], stored["offsets"]), str(stored["digest"])
-        if len(found) != rows or digest != _digest_of(path, found):
-            raise ValueError("it does not match its data")
+            if len(found) != rows or digest != _digest_of(path, found):
+                raise ValueError("it does not match its data")
+            if pictures is not None:
+                pictures.recall(stored["pictures"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("the token cache %s is damaged (%s); tokenizing again", path, error)
         return None
@@ -346,10 +349,11 @@ def _digest_of(path: Path, tokens: TokenizedPrompts) -> str:
     return digest_of_arrays({f"{path.stem} ids": tokens.ids, f"{path.stem} offsets": tokens.offsets})
 
 
-def _save(path: Path, tokens: TokenizedPrompts) -> None:
+def _save(path: Path, tokens: TokenizedPrompts, pictures: PromptPictures | None) -> None:
+    columns: dict[str, Any] = {"ids": tokens.ids, "offsets": tokens.offsets}
+    columns |= {} if pictures is None else {"pictures": pictures.counts()}
     try:
         with atomic_path(path) as temporary, temporary.open("wb") as handle:
-            digest = np.array(_digest_of(path, tokens))
-            np.savez(handle, ids=tokens.ids, offsets=tokens.offsets, digest=digest)
+            np.savez(handle, digest=np.array(_digest_of(path, tokens)), **columns)
     except OSError as error:  # a full disk or read-only home only costs time at the next start
         logger.warning("the token cache %s cannot be written: %s", path, error)

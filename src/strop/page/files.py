@@ -7,11 +7,13 @@ outside the run folder is read, also not through a symbolic link.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import functools
 import json
 import math
+import re
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from strop.tracking.samples import (
     unpack_texts,
 )
 from strop.tracking.text import VALIDATION_PREFIX, names_in_order, shown_names
+from strop.tracking.thumbnails import PICTURES
 
 KINDS = ("rollouts", "validation")
 """Folders of samples."""
@@ -232,7 +235,15 @@ class RunFiles:
         path = self._samples(kind, step)
         with reading_samples(path), pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            wanted = [*_TEXTS, "truncated", "score", "reward_failed", "hidden_tokens", "response_length"]
+            wanted = [
+                *_TEXTS,
+                "images",
+                "truncated",
+                "score",
+                "reward_failed",
+                "hidden_tokens",
+                "response_length",
+            ]
             wanted += [name for name in names if name.startswith("reward/")]
             wanted += _PER_TOKEN if tokens else ()
             missing = [row for row in rows if not 0 <= row < file.metadata.num_rows]
@@ -243,13 +254,23 @@ class RunFiles:
             texts = unpack_texts(packed) if tokens and packed else {}
         return [_record(row, record, texts) for row, record in zip(rows, records, strict=True)]
 
-    def history(self, kind: str, prompt: str) -> list[dict[str, Any]]:
-        """Return the samples of one prompt, by its text, over all steps that have a file."""
+    def pictures(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the thumbnails that there are, as data URLs; ``names``: of the column ``images``."""
+        found = {}
+        for name in filter(re.compile("[0-9a-f]{16}").fullmatch, names):
+            with contextlib.suppress(OSError):
+                content = self._inside(Path(PICTURES, f"{name}.jpg")).read_bytes()
+                found[name] = f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
+        return found
+
+    def history(self, kind: str, prompt: str, images: list[str] | None = None) -> list[dict[str, Any]]:
+        """Return the samples of one prompt, by its text and pictures, over all steps that have a file."""
         found: list[dict[str, Any]] = []
         for step in self.steps(kind):
             try:
                 rows = self._rows_of_prompt(kind, step, prompt)
-                found += [{"step": step, **record} for record in self.rows(kind, step, rows)]
+                records = self.rows(kind, step, rows)
+                found += [{"step": step, **record} for record in records if record["images"] == images]
             except DataError:  # a run keeps the newest files only, and may just have deleted this one
                 continue
         return found[-_FOLLOWED:]
@@ -376,7 +397,9 @@ def _take(file: pq.ParquetFile, names: Sequence[str], rows: Sequence[int]) -> li
 
 def _record(row: int, record: dict[str, Any], token_texts: dict[str, str]) -> dict[str, Any]:
     parts = [[name, rounded([record[name]])[0]] for name in record if name.startswith("reward/")]
-    plain = {name: record.get(name) for name in (*_TEXTS, "truncated", "reward_failed", "hidden_tokens")}
+    plain = {
+        name: record.get(name) for name in (*_TEXTS, "images", "truncated", "reward_failed", "hidden_tokens")
+    }
     found = {"row": row, **plain, "score": rounded([record.get("score")])[0], "parts": parts}
     if "response_ids" in record:
         ids = record["response_ids"]

@@ -32,7 +32,7 @@ def write_report(path: Path, runs: Sequence[RunFiles], *, steps: int, samples: i
     scripts = "".join(f"<script>\n{(STATIC / name).read_text()}</script>\n" for name in SCRIPTS)
     policy = (
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "script-src 'unsafe-inline'; style-src 'unsafe-inline'\">\n"
+        "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:\">\n"
     )
     page = (STATIC / "index.html").read_text().replace("<!-- files -->", policy + styles)
     page = page.replace("</body>", f"{embedded}{scripts}</body>")
@@ -48,6 +48,7 @@ def _run(run: RunFiles, *, steps: int, samples: int) -> dict[str, Any]:
         at = np.linspace(0, len(known) - 1, min(steps, len(known))).round().astype(int)
         chosen[kind] = [[known[i], part] for i in at if (part := _samples(run, kind, known[i], samples))]
         summary["steps"][kind] = [step for step, _ in chosen[kind]]
+    records = [record for parts in chosen.values() for _, part in parts for record in part["records"]]
     return {
         "summary": summary,
         "metrics": run.metrics(),
@@ -55,6 +56,7 @@ def _run(run: RunFiles, *, steps: int, samples: int) -> dict[str, Any]:
         "validation": run.validation(),
         "distributions": distributions,
         "samples": chosen,
+        "pictures": run.pictures({name for record in records for name in record["images"] or ()}),
     }
 
 

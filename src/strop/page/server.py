@@ -71,7 +71,7 @@ def _rows(run: RunFiles, parameters: Parameters) -> list[dict[str, Any]]:
 def _history(run: RunFiles, parameters: Parameters) -> list[dict[str, Any]]:
     kind, step = _samples_of(parameters)
     [sample] = run.rows(kind, step, [_number(parameters, "row")])
-    return run.history(kind, sample["prompt"])
+    return run.history(kind, sample["prompt"], sample["images"])
 
 
 API: Mapping[str, Callable[[RunFiles, Parameters], Any]] = {
@@ -83,6 +83,7 @@ API: Mapping[str, Callable[[RunFiles, Parameters], Any]] = {
     "columns": lambda run, parameters: run.columns(*_samples_of(parameters)),
     "search": lambda run, parameters: run.search(*_samples_of(parameters), parameters.get("text", "")),
     "rows": _rows,
+    "pictures": lambda run, parameters: run.pictures(parameters.get("names", "").split(",")),
     "history": _history,
 }
 

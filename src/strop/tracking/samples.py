@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strop import pictures
 from strop.columns import ENDED_BY, REWARD_TEXT, TOKEN_COLUMNS
 from strop.errors import DataError
 from strop.files import atomic_path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+InWords = Callable[[str, Sequence[int]], str]
+"""(prompt, digests of its pictures) -> prompt with words in place of the pictures' placeholders."""
 TOKEN_TEXTS = b"token_texts"
 """Metadata of a samples file, for ``unpack_texts``: the text of each token in the file's responses."""
 _TOKENS_OF_A_GROUP = 1 << 18
@@ -79,15 +82,6 @@ def reading_samples(path: Path) -> Generator[None]:
         raise DataError(f"{path}: not a file of samples: {error}") from error
 
 
-def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:
-    """Write the batch to ``path`` (``write_table``).
-
-    The prompt's text keeps its special tokens, as the model saw it; the response's text has none, as the
-    reward saw it. A response with ``hidden_tokens`` has a second text with them.
-    """
-    write_table(path, samples_table(batch, tokenizer))
-
-
 def write_table(path: Path, table: pa.Table) -> None:
     """Write rows of samples to ``path`` atomically, creating its folder."""
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
@@ -115,8 +109,13 @@ def _row_group_size(table: pa.Table) -> int:
     return max(int(_TOKENS_OF_A_GROUP * len(table) / max(tokens, 1)), 1)
 
 
-def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
-    """Return the rows that ``write_samples`` writes."""
+def samples_table(batch: DataProto, tokenizer: Any, in_words: InWords | None = None) -> pa.Table:
+    """Return the samples of a batch as rows.
+
+    The prompt's text keeps its special tokens, as the model saw it, with pictures as ``in_words`` has them;
+    the response's text has none, as the reward saw it. A response with ``hidden_tokens`` has a second text
+    with them.
+    """
     tensors = {name: _to_numpy(tensor) for name, tensor in batch.batch.items()}
     # The attention mask includes tokens that a tool inserted into the response (their response_mask is 0).
     prompt_width = tensors["prompts"].shape[1]
@@ -126,6 +125,12 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
 
     columns = _labels(batch.non_tensor_batch)
     columns["prompt"] = _decode_each_once(prompt_ids, tokenizer, skip_special_tokens=False)
+    if "images" in tensors:
+        images = [[digest for digest in row if digest] for row in tensors["images"].tolist()]
+        if in_words is not None:
+            columns["prompt"] = _with_pictures(columns["prompt"], images, in_words)
+        names = [[pictures.name(digest) for digest in row] for row in images]
+        columns["images"] = pa.array(names, pa.list_(pa.string()))
     columns["response"] = _decode_each_once(response_ids, tokenizer, skip_special_tokens=True)
     if "conversation" in batch.non_tensor_batch:
         texts = batch.non_tensor_batch["conversation"].tolist()
@@ -221,6 +226,13 @@ def _decode_each_once(ids: pa.ListArray, tokenizer: Any, *, skip_special_tokens:
     texts = tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=skip_special_tokens)
     text_of = dict(zip(distinct, texts, strict=True))
     return pa.array([text_of[key] for key in keys], pa.string())
+
+
+def _with_pictures(texts: pa.Array, images: Sequence[Sequence[int]], in_words: InWords) -> pa.Array:
+    """Return prompts with each picture in words; a prompt's n samples are equal."""
+    keys = [(text, *row) for text, row in zip(texts.to_pylist(), images, strict=True)]
+    words = {(text, *row): in_words(text, row) for text, *row in dict.fromkeys(keys)}
+    return pa.array([words[key] for key in keys], pa.string())
 
 
 def pack_texts(texts: Mapping[int, str]) -> bytes:

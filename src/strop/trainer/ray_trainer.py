@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from strop.agents.program import Program
 from strop.algorithms.advantages import get_estimator, needs
 from strop.checkpoint.hub import Publication, open_publication
@@ -26,7 +28,7 @@ from strop.config.roles import (
 )
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
-from strop.data.rl_dataset import max_pictures
+from strop.data.rl_dataset import RLHFDataset, all_rows, max_pictures
 from strop.data.sources import Rows
 from strop.environments.loading import Environments
 from strop.errors import ConfigError, RewardError
@@ -34,7 +36,8 @@ from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
 from strop.terminal import printable
-from strop.tracking.samples import HiddenTokensWarning, samples_table, write_samples, write_table
+from strop.tracking.samples import HiddenTokensWarning, samples_table, write_table
+from strop.tracking.thumbnails import Thumbnails
 from strop.trainer.frozen_head import warn_of_frozen_head
 from strop.trainer.loop import OnStep, Run
 from strop.trainer.metrics import (
@@ -131,6 +134,9 @@ class RayPPOTrainer(VerlNames):
         if most := max((max_pictures(loader.dataset) for loader in loaders), default=0):
             require_pictures(self.config)
         self._max_pictures = most
+        datasets = [all_rows(loader.dataset) for loader in loaders]
+        found = [dataset.pictures for dataset in datasets if isinstance(dataset, RLHFDataset)]
+        self.pictures_in_words = next((own.in_words for own in found if own is not None), None)
         self.total_steps = 0
         if trains:
             loss_inputs(self.config)  # raises if this run cannot compute them
@@ -207,6 +213,7 @@ class RayPPOTrainer(VerlNames):
                 reward_model=self.reward_model if self.validates_by_model else None,
                 generate=self.ppo.generate,
                 progress=self.progress,
+                pictures_in_words=self.pictures_in_words,
                 warn_of_hidden_tokens=self._warn_of_hidden_tokens,
             )
 
@@ -328,7 +335,7 @@ class RayPPOTrainer(VerlNames):
             and metrics["critic/score/min"] == metrics["critic/score/max"]
         ):
             self._showed_equal = True
-            sample = samples_table(batch[:1], self.tokenizer).to_pylist()[0]
+            sample = samples_table(batch[:1], self.tokenizer, self.pictures_in_words).to_pylist()[0]
             logger.warning("warning: %s", printable(equal_scores(metrics, sample)))
         watches = (self._signal, self._stall) if has_reward(self.config) else ()
         for watch in (self._pictures, *watches):
@@ -367,6 +374,7 @@ class ReinforcementRun(Run):
     def __init__(self, trainer: RayPPOTrainer) -> None:
         self.trained = trainer.trained
         super().__init__(trainer)
+        self._thumbnails = Thumbnails(self.folder.path)
         self.best = BestValidation()
         self.has_validated = False
         self.async_steps_before = 0
@@ -375,6 +383,7 @@ class ReinforcementRun(Run):
         try:
             super().fit(on_step)
         finally:
+            self._thumbnails.close()
             if self.trainer.pipeline is not None:  # only now: a checkpoint may have waited for the scores
                 self.trainer.pipeline.cancel()
 
@@ -427,7 +436,8 @@ class ReinforcementRun(Run):
         step = trainer.global_step
         if trainer.ppo.writes_samples(step):
             with trainer.timer.phase("log_rollouts"):
-                self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
+                table = samples_table(samples, trainer.tokenizer, trainer.pictures_in_words)
+                self._write_samples(self.folder.rollouts(step), table)
                 if settings.rollouts_to_keep is not None:
                     self.folder.prune_rollouts(step, to_keep=settings.rollouts_to_keep)
         if self.is_due(settings.test_freq):
@@ -451,6 +461,10 @@ class ReinforcementRun(Run):
             "time/from_scratch": self.seconds(),
         }
 
+    def _write_samples(self, path: Path, samples: pa.Table) -> None:
+        self.write(write_table, path, samples)
+        self._thumbnails.add(samples)
+
     def validate(self) -> dict[str, float]:
         """Validate, write samples and report; return scores by data source and the best mean.
 
@@ -469,7 +483,7 @@ class ReinforcementRun(Run):
             )
             self.has_validated = True
             report = self.trainer.validator.report(samples, show=settings.log_val_generations)
-            self.write(write_table, self.folder.validation(step), samples)
+            self._write_samples(self.folder.validation(step), samples)
             text = json.dumps(report.as_json(), indent=2) + "\n"
             self.write(atomic_write_text, self.folder.validation(step).with_suffix(".json"), text)
         if settings.val_only or report.n > 1 or report.shown:

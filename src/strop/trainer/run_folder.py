@@ -28,6 +28,7 @@ from strop.tracking.curves import CURVES_FILE
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
 from strop.tracking.samples import step_file, steps_with_file
+from strop.tracking.thumbnails import PICTURES
 from strop.tracking.trackers import TRACKERS_FILE
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _RUN_FILES = (
     "timeline.png",
     "rollouts",
     "validation",
+    PICTURES,
     FINAL_MODEL,
     HUB_FILE,
     TRACKERS_FILE,

@@ -22,7 +22,7 @@ from strop.rewards.base import Reward
 from strop.rewards.reward_output import ScoreCheck
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
-from strop.tracking.samples import samples_table
+from strop.tracking.samples import InWords, samples_table
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.progress import Progress
 from strop.trainer.sample_statistics import (
@@ -161,12 +161,13 @@ class Validator:
         reward_model: Any,
         generate: Callable[..., DataProto],
         progress: Progress,
+        pictures_in_words: InWords | None = None,
         warn_of_hidden_tokens: Callable[[DataProto], None] = lambda batch: None,
     ) -> None:
         """``reward_model``: a worker group, or None; ``generate``: ``PPO.generate``."""
         self._config, self._tokenizer, self._loader = config, tokenizer, loader
         self._reward_fn, self._reward_model = reward_fn, reward_model
-        self._generate, self._progress = generate, progress
+        self._generate, self._progress, self._in_words = generate, progress, pictures_in_words
         self._warn_of_hidden_tokens = warn_of_hidden_tokens
         self._n, self._seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
 
@@ -178,7 +179,7 @@ class Validator:
         """
         batch = self._scored(timer, examine=examine)
         self._warn_of_hidden_tokens(batch)
-        return samples_table(batch, self._tokenizer)
+        return samples_table(batch, self._tokenizer, self._in_words)
 
     def report(self, samples: pa.Table, *, show: int = 0) -> ValidationReport:
         """Return the statistics of ``samples`` by data source, and ``show`` samples to look at."""

@@ -32,11 +32,43 @@ class PromptPictures:
         if not self.placeholder:
             raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")
         self._texts: dict[tuple[int, int], str] = {}
+        self._counts: dict[tuple[int, int], int] = {}
 
     def expansions(self, start: int, stop: int) -> list[Expansion]:
         """Return those of rows ``start`` to ``stop``; the processor runs once for each size of picture."""
         rows = self.images[start:stop]
         return [Expansion(self.placeholder, tuple(map(self._text_of, row))) for row in rows]
+
+    def tokens(self, digest: int) -> int:
+        """Return the number of placeholders of a picture, in whose places its features stand."""
+        size = pictures.size(digest)
+        if size not in self._counts:
+            self._counts[size] = self._text_of(digest).count(self.placeholder)
+        return self._counts[size]
+
+    def counts(self) -> np.ndarray:
+        """Return width, height and ``tokens`` of each size of picture, int64 [S, 3]."""
+        each = {pictures.size(digest): digest for row in self.images for digest in row}
+        found = [(*size, self.tokens(digest)) for size, digest in sorted(each.items())]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+    def recall(self, counts: np.ndarray) -> None:
+        """Take what ``counts`` returned, for which the processor would run again."""
+        self._counts |= {(width, height): tokens for width, height, tokens in counts.tolist()}
+
+    def in_words(self, prompt: str, digests: Sequence[int]) -> str:
+        """Return a prompt's text with words, ``[picture 1: ...]``, in place of each picture's placeholders.
+
+        One whose text has further placeholders, which a user wrote, is returned as it is.
+        """
+        pieces, counts = prompt.split(self.placeholder), [self.tokens(digest) for digest in digests]
+        if len(pieces) != sum(counts) + 1:
+            return prompt
+        found, last = pieces[0], 0
+        for number, (digest, count) in enumerate(zip(digests, counts, strict=True), start=1):
+            last += count  # texts between its own placeholders stand for rows and crops
+            found += f"[picture {number}: {pictures.in_words(digest)}, {count} tokens]{pieces[last]}"
+        return found
 
     def digest(self) -> str:
         """Return a digest of the pictures of all rows and of what makes tokens and pixels of them.

@@ -8,12 +8,15 @@ async function detailView(parameters) {
   const row = Number(parameters.get("row")), show = parameters.get("show") ?? "sample";
   const [sample] = await source.rows(place.run.number, place.kind, place.step, [row], true);
   if (!sample) throw new Error(`step ${place.step} has no sample ${row} here`);
+  const thumbnails = await picturesOf(place, [sample]);
+  const prompt = promptParts(sample).map((part) => part.number
+    ? el("span", { class: "picture", title: visible(part.words) }, `picture ${part.number}, ${short(part.tokens)} tokens`) : visible(part));
   const tab = (name, label) => el("a", { href: addressOf(place, { row, show: name }), class: show === name ? "on" : "" }, label);
   const view = el("div", { class: "detail" },
     el("div", { class: "controls" },
       el("a", { href: addressOf(place), class: "back" }, `‹ ${KIND_NAMES[place.kind]}, step ${place.step}`),
       el("span", { class: "tabs" }, tab("sample", "Sample"), tab("group", "Its group"), tab("steps", "Over the steps"))),
-    el("section", { class: "text" }, el("h2", {}, "Prompt"), el("pre", { class: "prompt" }, visible(sample.prompt)),
+    el("section", { class: "text" }, el("h2", {}, "Prompt"), gallery(sample, thumbnails, true), el("pre", { class: "prompt" }, prompt),
       sample.ground_truth === null ? "" : el("p", { class: "truth" }, el("span", {}, "Ground truth"), " ", visible(sample.ground_truth))));
   if (show === "steps") view.append(await overSteps(place, sample));
   else view.append(compared(show === "group" ? await groupOf(place, sample) : [sample], place));

@@ -19,6 +19,36 @@ function addressOf(place, more = {}) {
   return `#samples?${new URLSearchParams({ run: place.run.number, kind: place.kind, step: place.step, ...more })}`;
 }
 
+/** Return the thumbnails of samples by their names. */
+function picturesOf(place, samples) {
+  return source.pictures(place.run.number, [...new Set(samples.flatMap((sample) => sample.images ?? []))]);
+}
+
+/** Return the pictures of a sample, each with its words in the prompt as a caption, or as a title alone. */
+function gallery(sample, thumbnails, captions = false) {
+  if (!sample.images?.length) return "";
+  const words = promptParts(sample).filter((part) => part.number);
+  return el("span", { class: captions ? "pictures" : "pictures small" }, sample.images.map((name, i) => {
+    const label = visible(words[i]?.words ?? `picture ${i + 1}`);
+    return el("figure", { title: label },
+      thumbnails[name] ? el("img", { src: thumbnails[name], alt: label }) : el("span", { class: "picture" }, "no thumbnail"),
+      captions && el("figcaption", {}, label));
+  }));
+}
+
+/** Return a prompt's texts, and as {number, words, tokens} its pictures; text that looks like one stays text. */
+function promptParts(sample) {
+  const parts = [], count = sample.images?.length ?? 0, prompt = sample.prompt ?? "";
+  let end = 0, number = 1;
+  for (const found of prompt.matchAll(/\[(picture (\d+): (?:.*?, )?\d+ x \d+), (\d+) tokens\]/g)) {
+    if (number > count || Number(found[2]) !== number) continue;
+    parts.push(prompt.slice(end, found.index), { number, words: found[1], tokens: Number(found[3]) });
+    end = found.index + found[0].length;
+    number += 1;
+  }
+  return [...parts, prompt.slice(end)];
+}
+
 async function samplesView(parameters) {
   const place = placeOf(parameters);
   const go = (more) => { list.page = 0; location.hash = addressOf({ ...place, ...more }); };
@@ -94,6 +124,7 @@ async function fillResults(results, place, table) {
   list.page = Math.min(list.page, pages - 1);
   const shown = entries.slice(list.page * PER_PAGE, (list.page + 1) * PER_PAGE);
   const records = await source.rows(place.run.number, place.kind, place.step, shown.map((own) => own[0]), false);
+  const thumbnails = await picturesOf(place, records);
   if (results.asked !== asked) return;
   const page = (to, label, name) => el("button", { type: "button", "aria-label": name, disabled: to < 0 || to >= pages, onclick: () => { list.page = to; fillResults(results, place, table); } }, label);
   const count = `${groups.size.toLocaleString("en")} prompts, ${rows.length.toLocaleString("en")} samples`;
@@ -104,13 +135,14 @@ async function fillResults(results, place, table) {
     el("div", { class: "pager" }, el("b", {}, count), all > rows.length ? ` of ${all.toLocaleString("en")}` : "",
       table.of > table.rows ? " (this file holds the first ones)" : "",
       el("span", { class: "pair" }, page(list.page - 1, "‹", "page before"), `${list.page + 1} / ${pages}`, page(list.page + 1, "›", "page after"))),
-    el("ol", { class: "list" }, shown.map((own, i) => lineOf(records[i], own, place, table, scores))));
+    el("ol", { class: "list" }, shown.map((own, i) => lineOf(records[i], own, place, table, scores, thumbnails))));
 }
 
 /** Return the line of a prompt: its one sample, or several, which a click unfolds. */
-function lineOf(record, rows, place, table, scores) {
+function lineOf(record, rows, place, table, scores, thumbnails) {
   const uid = el("span", { class: "uid" }, visible(record.uid ?? record.row));
-  const question = [el("span", { class: "prompt" }, excerpt(record.prompt, 140, true)),
+  const text = promptParts(record).map((part) => (part.number ? `[picture ${part.number}]` : part)).join("");
+  const question = [el("span", { class: "prompt" }, gallery(record, thumbnails), excerpt(text, 140, true)),
     el("span", { class: "truth" }, record.ground_truth === null ? "" : el("small", {}, "truth "), excerpt(record.ground_truth, 60))];
   if (rows.length === 1) return el("li", {}, sampleLine(record, place, uid, ...question));
   const cut = table.columns.get("truncated");

@@ -21,6 +21,7 @@ const server = {
   rows: (run, kind, step, rows, tokens) =>
     rows.length ? ask("rows", { run, kind, step, rows: rows.join(","), tokens: tokens ? 1 : 0 }) : [],
   history: (run, kind, step, row) => ask("history", { run, kind, step, row }),
+  pictures: (run, names) => names.length ? ask("pictures", { run, names }) : {},
 };
 
 /** Return the data of this file, compressed in the element "data". */
@@ -49,9 +50,11 @@ async function embedded(element) {
       .map((record) => record.row),
     rows: (run, kind, step, rows) => rows.map((row) => samples(run, kind, step).records[row]),
     history: (run, kind, step, row) => {
-      const prompt = samples(run, kind, step).records[row].prompt;
+      const key = (record) => JSON.stringify([record.prompt, record.images]);
+      const prompt = key(samples(run, kind, step).records[row]);
       return runs[run].samples[kind].flatMap(([at, found]) =>
-        found.records.filter((record) => record.prompt === prompt).map((record) => ({ step: at, ...record })));
+        found.records.filter((record) => key(record) === prompt).map((record) => ({ step: at, ...record })));
     },
+    pictures: (run) => runs[run].pictures,
   };
 }
