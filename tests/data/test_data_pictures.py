@@ -550,7 +550,10 @@ def test_with_cached_ids_no_picture_is_processed(tokenizer, tmp_path, monkeypatc
     again = dataset(rows, tokenizer, cache_dir=tmp_path)
     again.pictures.processor = None
     digest = again[0]["images"].tolist()[0]
-    assert again.pictures.tokens(digest) == first.pictures.tokens(digest) > 0
+    assert again.pictures.tokens(digest) == first.pictures.tokens(digest) == 6  # 28 x 28 pixels each
+    assert again.pictures.pixels(digest) == 56 * 84 * 3 * 2  # two frames of Qwen-VL
+    lengths = again.token_lengths()["prompt"]
+    assert (lengths.of_pictures.tolist(), len(again[0]["input_ids"]) > 6) == ([6], True)
 
 
 def test_a_resume_on_other_pictures_is_an_error(tokenizer, tmp_path):

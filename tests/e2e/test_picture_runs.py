@@ -19,6 +19,8 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 
 import strop
 from strop.checkpoint.folder import auto_class
+from strop.cli.main import main
+from strop.cli.without_torch import needs_torch
 from strop.config.checks.pictures import require_pictures
 from strop.config.load import load_config
 from strop.errors import ConfigError, StropError
@@ -239,6 +241,38 @@ def test_the_refusal_comes_before_a_model_loads(inputs, tmp_path, monkeypatch):
     keys = options(inputs, tmp_path, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
     with pytest.raises(ConfigError, match="the data set has pictures"):
         build_trainer(load_config(keys))  # as strop check does
+
+
+def test_a_check_says_what_pictures_there_are(inputs, tmp_path, capsys):
+    assert main(["check", *options(inputs, tmp_path, kind="qwen2_5_vl")]) == 0
+    shown = capsys.readouterr().out
+    # 28 x 28 pixels a token
+    assert "36 in 24 of 24 rows, at most 2 in one; 4 (56 x 56) to 6 (84 x 56) tokens each; Qwen2_5" in shown
+    assert "Qwen2VLImageProcessor" in shown
+    assert "<|vision_start|>[picture 1: 56 x 56, 4 tokens]<|vision_end|>what is 0?" in shown
+
+
+def test_a_check_may_decode_all_pictures(inputs, tmp_path, capsys):
+    rows = write_rows(tmp_path / "own.jsonl", 12, seed=300)
+    for name in ("own-7-1.png", "own-10-0.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2000])
+    run = options(inputs, tmp_path / "run", f"data.train_files={rows}")
+    assert main(["check", *run]) == 0
+    capsys.readouterr()
+    assert main(["check", "--images", *run]) == 2
+    shown = capsys.readouterr().out
+    assert shown.count("the picture is damaged") == 2
+    for row, entry, name in ((7, 1, "own-7-1.png"), (10, 0, "own-10-0.png")):
+        assert f"own.jsonl, row {row}, field images, picture {entry}, {name}: the picture is damaged" in shown
+
+
+@pytest.mark.parametrize(("facts", "is_hidden"), [(("torchvision",), False), ((), True)])
+def test_a_check_takes_the_image_processor_of_a_run(inputs, tmp_path, monkeypatch, facts, is_hidden):
+    """Without torch transformers has that of Pillow alone; with torchvision a run has another."""
+    find = importlib.util.find_spec
+    known = {"torchvision": find("torch") if facts else None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: known.get(name, find(name, *more)))
+    assert needs_torch(load_config(options(inputs, tmp_path))) != is_hidden
 
 
 def test_an_evaluation_of_the_first_rows_sees_their_pictures(inputs, tmp_path):

@@ -48,6 +48,17 @@ def test_figures_of_a_column_by_hand():
     assert line.split() == ["train", "prompt", "5", "4", "12", "12", "8", "2", "2"]
 
 
+def test_tokens_of_pictures_are_shown_apart():
+    found = ColumnLengths("train", "prompt", np.bincount([90, 1400]), 2000, PROMPTS, 0, (64, 1296))
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(lengths_table([found]))
+    (line,) = [line for line in capture.get().splitlines() if "for pictures" in line]
+    assert line.split() == ["for", "pictures", "64", "to", "1,296"]
+    (ax,) = lengths_figure([found]).axes
+    assert "of these 64 to 1,296 for pictures" in ax.get_legend().get_texts()[0].get_text()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=50), st.booleans())
 def test_every_row_is_in_one_bin(lengths, is_log):

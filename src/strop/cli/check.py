@@ -10,9 +10,9 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from logging.handlers import MemoryHandler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from rich.console import Console, Group, RenderableType
@@ -53,6 +53,7 @@ from strop.trainer.commands import build
 if TYPE_CHECKING:
     from rich.syntax import Syntax
 
+    from strop.data.pictures.expand import PromptPictures
     from strop.rewards.base import Example
 
 _FORWARD_NAMES = {
@@ -74,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config-only",
         action="store_true",
         help="check the configuration alone; do not build data sets and reward managers",
+    )
+    parser.add_argument(
+        "--images", action="store_true", help="also decode all pictures, and name those that are damaged"
     )
     parser.add_argument(
         "--full",
@@ -114,12 +118,15 @@ def run(arguments: argparse.Namespace) -> int:
         (config, data, batch_in_words), names = load_arguments(tree, arguments)
     result = check(config, train_rows=data.train_rows)
     warnings, errors, scored, turns = result.warnings, result.errors, None, None
+    pictured: list[Pictured] = []
     if errors:  # else all is built, which finds these and more
         errors = [*errors, *(line for error in data.errors for line in problems_of(error))]
     elif not arguments.config_only:
         if arguments.is_process and not arguments.time and not needs_torch(config):
             leave_out_torch()
-        found, errors, scored, turns = check_inputs(config)
+        found, errors, scored, turns, pictured = check_inputs(config)
+        for own in pictured if arguments.images else ():
+            errors += own.pictures.damaged()
         warnings = list(dict.fromkeys([*warnings, *found]))
     console = Console(soft_wrap=True)
     alone = " in the configuration alone: data and rewards are not read" if arguments.config_only else ""
@@ -138,6 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for name, words in summary(config, result, data.train_rows).items():
         console.print(literal(f"{name:<8}{words}"))
+    for own in pictured:
+        console.print(pictures_table(own))
     if scored is not None:
         console.print(reward_table(scored))
     if turns is not None:
@@ -173,11 +182,40 @@ def _of_another_command(arguments: argparse.Namespace) -> str:
     return f"these keys are those of strop {', '.join(fitting)}: check it with --command {fitting[0]}"
 
 
-def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | None, Any]:
+class Pictured(NamedTuple):
+    """The pictures of a data set."""
+
+    split: str
+    pictures: PromptPictures
+    dropped: int
+    """Rows that are not used."""
+    prompt: str
+    """The first prompt with some as the chat template renders it, with these in words."""
+
+    @classmethod
+    def of(cls, trainer: Any) -> Iterator[Pictured]:
+        """Yield those of training and validation that have some."""
+        from strop.data.rl_dataset import all_rows, columns_of
+
+        for split in ("train", "val"):
+            loader = getattr(trainer, f"{split}_loader")
+            dataset: Any = None if loader is None else all_rows(loader.dataset)
+            if (pictures := getattr(dataset, "pictures", None)) is None:
+                continue
+            rows, prompt = (columns_of(dataset, row) for row in range(len(dataset))), ""
+            if first := next((row for row in rows if row["images"].any()), None):
+                digests = [digest for digest in first["images"].tolist() if digest]
+                prompt = pictures.in_words(trainer.tokenizer.decode(first["input_ids"]), digests)
+            yield cls(split, pictures, len(pictures.images) - len(dataset), prompt)
+
+
+def check_inputs(
+    config: RootConfig,
+) -> tuple[list[str], list[str], Example | None, Any, list[Pictured]]:
     """Build tokenizer, data sets and reward managers as a run does, and score one row.
 
-    Returns warnings, errors, the scores of that row (None if nothing scores it before a model loads), and its
-    turns; see ``strop.trainer.build.two_turns``.
+    Returns warnings, errors, the scores of that row (None if nothing scores it before a model loads), its
+    turns (see ``strop.trainer.build.two_turns``), and what is known of pictures.
     """
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
     log.setLevel(logging.WARNING)
@@ -189,6 +227,7 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | No
     finally:
         logger.removeHandler(log)
     scored, doubt, turns = None, "", None
+    pictured = [] if trainer is None else [*Pictured.of(trainer)]
     if trainer is not None and isinstance(config, Config):
         from strop.trainer.build import try_reward, two_turns
 
@@ -202,7 +241,7 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], Example | No
     if isinstance(config, Config):
         for level, text in ROLLOUTS[config.actor_rollout_ref.rollout.name].outside(config):
             (errors if level == "error" else warnings).append(text)
-    return warnings, errors, scored, turns
+    return warnings, errors, scored, turns, pictured
 
 
 def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> dict[str, str]:
@@ -246,6 +285,15 @@ def reward_table(row: Example) -> Group:
     lines = [f"reward  {row.function}", f"        the first row: {' '.join(row.prompt.split()):.57}"]
     for (what, response), one in zip(names, row.tried, strict=True):
         lines.append(f"        {what:<{first}}  {response:<{second}}  {one.in_words():.60}")
+    return Group(*map(literal, lines))
+
+
+def pictures_table(found: Pictured) -> Group:
+    """Return what is known of a data set's pictures, and its first prompt with some."""
+    prompt = found.prompt.replace("\n", "\\n")
+    prompt = prompt if len(prompt) <= 400 else f"{prompt[:300]} ... {prompt[-100:]}"
+    dropped = f"; {found.dropped:,} rows dropped" if found.dropped else ""
+    lines = f"pictures of {found.split}: {found.pictures}{dropped}", f"        the first prompt: {prompt}"
     return Group(*map(literal, lines))
 
 

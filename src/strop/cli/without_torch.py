@@ -15,6 +15,7 @@ from typing import Any
 
 from strop.config.identity import named_files
 from strop.config.keys import all_keys, value_at
+from strop.config.memory.facts import read_model_facts
 from strop.config.paths import gguf_files
 from strop.config.schema import RootConfig
 
@@ -22,8 +23,15 @@ _USES_TORCH = re.compile(r"\b(torch|transformers|peft|trl|accelerate|sentence_tr
 
 
 def needs_torch(config: RootConfig) -> bool:
-    """Return True if a user's file names torch, a model has code, or is in a GGUF file, whose reader does."""
+    """Return True if a user's file names torch, a model has code, or is in a GGUF file, whose reader does.
+
+    Also for a model that reads pictures where torchvision is there: its image processor is another one then.
+    """
     keys = all_keys(type(config))
+    if importlib.util.find_spec("torchvision") is not None:
+        facts = [read_model_facts(str(value_at(config, key))) for key in keys if key.endswith("model.path")]
+        if any(found is not None and found.encoder is not None for found in facts):
+            return True
     if any(value_at(config, key) for key in keys if key.endswith(("trust_remote_code", "external_lib"))):
         return True
     named = [str(value_at(config, key)) for key, facts in keys.items() if facts.names_files]

@@ -47,6 +47,8 @@ class TokenLengths(NamedTuple):
     """Most tokens of a row that is used whole."""
     key: str
     """The configuration key of ``limit``."""
+    of_pictures: np.ndarray | None = None
+    """Tokens per row that stand for pictures, int64 [rows]; None for rows of text."""
 
 
 @runtime_checkable
@@ -217,7 +219,11 @@ class RLHFDataset:
 
     def token_lengths(self) -> dict[str, TokenLengths]:
         """See ``MeasuredDataset``."""
-        return {"prompt": TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT)}
+        of_pictures = None
+        if (pictures := self.pictures) is not None:
+            of_pictures = np.array([sum(map(pictures.tokens, row)) for row in pictures.images])
+        found = TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT, of_pictures)
+        return {"prompt": found}
 
     def require_sources(self) -> None:
         """Raise ``DataError`` if the files have no column that selects a scorer."""

@@ -310,7 +310,7 @@ def _cache_path(
         "format": dataclasses.asdict(how),
         "values": list(map(_digest, columns)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        # 2: with the tokens of each size
+        # 2: with the counts of each size
         **({} if pictures is None else {"pictures": [pictures.digest(), 2]}),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

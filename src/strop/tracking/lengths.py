@@ -42,6 +42,8 @@ class ColumnLengths:
     """The configuration key of the limit."""
     dropped: int
     """Rows of the data set that are not used, for whichever of its columns."""
+    of_pictures: tuple[int, int] | None = None
+    """Least and most tokens of a row that stand for pictures; None for rows of text."""
 
     @property
     def rows(self) -> int:
@@ -52,6 +54,11 @@ class ColumnLengths:
     def longest(self) -> int:
         """Most tokens of a row."""
         return len(self.counts) - 1
+
+    @property
+    def for_pictures(self) -> str:
+        """Tokens of pictures in words, as "64 to 1,296"; "" for rows of text."""
+        return " to ".join(dict.fromkeys(f"{tokens:,}" for tokens in self.of_pictures or ()))
 
     @property
     def over(self) -> int:
@@ -73,6 +80,8 @@ def lengths_table(columns: Sequence[ColumnLengths]) -> Table:
             *(found.limit, found.over, found.dropped),
         )
         rows.append((f"{found.split} {found.column}", *(f"{figure:,}" for figure in figures)))
+        if found.of_pictures:
+            rows.append(("  for pictures", "", "", "", found.for_pictures, "", "", ""))
     return table("Token lengths", headings, rows)
 
 
@@ -115,6 +124,7 @@ def _draw_panel(ax: Axes, key: str, shown: list[ColumnLengths]) -> None:
             ax.stairs(shares, edges, fill=True, color=colour, alpha=0.2)
         style = "-" if is_first else (0, (4, 2))
         label = f"{found.split} {found.column}: median {found.quantile(0.5):,}{over}"
+        label += f"\nof these {found.for_pictures} for pictures" if found.of_pictures else ""
         ax.stairs(shares, edges, color=colour, lw=1.4, ls=style, label=label)
     ax.axvline(limit, color="black", lw=1.4, label=f"{key}={limit:,}")
     if is_log:

@@ -395,5 +395,7 @@ def token_lengths(loaders: Mapping[str, Any]) -> list[ColumnLengths]:
             for column, found in dataset.token_lengths().items():
                 dropped = len(found.lengths) - len(dataset)
                 counts = np.bincount(found.lengths)
-                columns.append(ColumnLengths(split, column, counts, found.limit, found.key, dropped))
+                own = found.of_pictures
+                ends = None if own is None else (int(own.min()), int(own.max()))
+                columns.append(ColumnLengths(split, column, counts, found.limit, found.key, dropped, ends))
     return columns

@@ -10,12 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from strop.config.paths import expand, gguf_files, is_url, may_be_a_hub_name
+
+
+class Encoder(NamedTuple):
+    """Sizes of the part of a model that encodes pictures."""
+
+    layers: int
+    hidden: int
+    patch: int
+    """Numbers of pixels in a patch."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,8 @@ class ModelFacts:
     """Routed experts of a layer."""
     expert_parameters: int = 0
     """Numbers in routed experts, out of ``parameters``."""
+    encoder: Encoder | None = None
+    """None for a model of text alone, or sizes that config.json does not have."""
 
 
 def read_config_file(path: str) -> dict[str, Any] | None:
@@ -159,7 +170,18 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
         kv_width=kv_heads * head_size,
         context=shape.get("max_position_embeddings"),
         experts=shape.get("num_experts") or shape.get("num_local_experts") or 0,
+        encoder=_encoder(config.get("vision_config") or {}),
     )
+
+
+def _encoder(shape: Mapping[str, Any]) -> Encoder | None:
+    # Qwen2-VL's hidden_size is that of the language model
+    layers = shape.get("depth") or shape.get("num_hidden_layers")
+    hidden, side = shape.get("embed_dim") or shape.get("hidden_size"), shape.get("patch_size")
+    if not (layers and hidden and side):
+        return None
+    width, height = side if isinstance(side, list) else (side, side)
+    return Encoder(layers, hidden, 3 * width * height * (shape.get("temporal_patch_size") or 1))
 
 
 def count_parameters(file: Path, part: str = "") -> int:

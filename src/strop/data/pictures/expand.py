@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from strop import pictures
+from strop.data.fetch import progress_bar
 from strop.data.pictures.parts import Expansion
 from strop.errors import DataError, ModelError, raised_as
 
@@ -32,7 +34,7 @@ class PromptPictures:
         if not self.placeholder:
             raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")
         self._texts: dict[tuple[int, int], str] = {}
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, int], tuple[int, int]] = {}
 
     def expansions(self, start: int, stop: int) -> list[Expansion]:
         """Return those of rows ``start`` to ``stop``; the processor runs once for each size of picture."""
@@ -41,20 +43,44 @@ class PromptPictures:
 
     def tokens(self, digest: int) -> int:
         """Return the number of placeholders of a picture, in whose places its features stand."""
-        size = pictures.size(digest)
-        if size not in self._counts:
-            self._counts[size] = self._text_of(digest).count(self.placeholder)
-        return self._counts[size]
+        return self._counts_of(digest)[0]
+
+    def pixels(self, digest: int) -> int:
+        """Return the number of float32 values that the processor makes of a picture."""
+        return self._counts_of(digest)[1]
 
     def counts(self) -> np.ndarray:
-        """Return width, height and ``tokens`` of each size of picture, int64 [S, 3]."""
+        """Return width, height, ``tokens`` and ``pixels`` of each size of picture, int64 [S, 4]."""
         each = {pictures.size(digest): digest for row in self.images for digest in row}
-        found = [(*size, self.tokens(digest)) for size, digest in sorted(each.items())]
-        return np.array(found, dtype=np.int64).reshape(-1, 3)
+        found = [(*size, *self._counts_of(digest)) for size, digest in sorted(each.items())]
+        return np.array(found, dtype=np.int64).reshape(-1, 4)
 
     def recall(self, counts: np.ndarray) -> None:
         """Take what ``counts`` returned, for which the processor would run again."""
-        self._counts |= {(width, height): tokens for width, height, tokens in counts.tolist()}
+        self._counts |= {(width, height): (*rest,) for width, height, *rest in counts.tolist()}
+
+    def damaged(self) -> Iterator[str]:
+        """Decode all pictures; yield an error for each that cannot be decoded."""
+        digests = dict.fromkeys(digest for row in self.images for digest in row)
+        with progress_bar("decoding pictures", len(digests)) as advance:
+            for digest in digests:
+                try:
+                    pictures.opened(digest)
+                except DataError as error:
+                    yield str(error)
+                advance(1)
+
+    def __str__(self) -> str:
+        """Return the number of pictures, their tokens and their processor in words."""
+        rows, counts = [len(row) for row in self.images], self.counts()
+        least, most = counts[counts[:, 2].argmin()], counts[counts[:, 2].argmax()]
+        tokens = " to ".join(f"{n:,} ({width} x {height})" for width, height, n, _ in (least, most))
+        tokens = tokens if least[2] != most[2] else f"{most[2]:,}"
+        kinds = type(self.processor).__name__, type(self.processor.image_processor).__name__
+        return (
+            f"{sum(rows):,} in {np.count_nonzero(rows):,} of {len(rows):,} rows, at most {max(rows)} in one; "
+            f"{tokens} tokens each; {', '.join(kinds)}"
+        )
 
     def in_words(self, prompt: str, digests: Sequence[int]) -> str:
         """Return a prompt's text with words, ``[picture 1: ...]``, in place of each picture's placeholders.
@@ -107,6 +133,11 @@ class PromptPictures:
             short, rest = [*short, *rest[:start], placeholder], rest[start + len(tokens) :]
         return [*short, *rest]
 
+    def _counts_of(self, digest: int) -> tuple[int, int]:
+        if (size := pictures.size(digest)) not in self._counts:
+            self._text_of(digest)
+        return self._counts[size]
+
     def _text_of(self, digest: int) -> str:
         from PIL import Image
 
@@ -123,7 +154,14 @@ class PromptPictures:
             found = self.processor(images=[picture], text=[self.placeholder], **options)
         if not (offsets := found.get("text_replacement_offsets")):
             raise ModelError(f"{kind} does not write the tokens of a picture; this family is not supported")
-        return offsets[0][0]["replacement"]
+        text = offsets[0][0]["replacement"]
+        self._counts[picture.size] = text.count(self.placeholder), _size(found["pixel_values"])
+        return text
+
+
+def _size(values: Any) -> int:
+    """Return the number of values in lists of arrays."""
+    return sum(map(_size, values)) if isinstance(values, list) else math.prod(values.shape)
 
 
 def load_image_processor(
