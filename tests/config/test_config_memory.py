@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks import memory
 from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
 from strop.config.machine import _group_limits, machine_memory
-from strop.config.memory.facts import ModelFacts, read_model_facts
+from strop.config.memory.facts import ModelFacts, _encoder, read_model_facts
 from strop.config.memory.forecast import forecast, supervised_forecast
+from strop.config.memory.shapes import PictureBytes, encoder
 from strop.config.trees import DPO, REWARD_MODELLING, SFT
 from strop.rollout.hf.kind import samples_at_once
 
@@ -260,3 +266,65 @@ def test_hidden_states_of_a_teacher_are_counted_where_the_samples_are(model, mon
         for keys in ((), ("teacher.kl=sampled",))
     ]
     assert found == [True, False]
+
+
+def pictured(model, *overrides):
+    """Return the forecasts of a run without pictures, and with one of 24 x 24 patches in each row."""
+    pixels = 4 * 576 * 3 * 14 * 14
+    config = load_config(
+        settings(model, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", *overrides)
+    )
+    plan, pictures = BatchPlan.from_config(config), PictureBytes(pixels, 300 << 20, 5)
+    return pixels, forecast(config, plan), forecast(config, plan, pictures=pictures)
+
+
+@pytest.mark.parametrize(
+    ("key", "layers"),
+    [("actor_rollout_ref.model.freeze=[]", 4), ("actor_rollout_ref.model.freeze=[encoder]", 1)],
+)
+def test_the_forecast_has_the_pictures_of_a_micro_batch(model, tmp_path, key, layers):
+    vision = {"num_hidden_layers": 4, "hidden_size": 256, "patch_size": 14}
+    text = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**text, "vision_config": vision}))
+    off = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
+    pixels, before, after = pictured(tmp_path, key, off)
+    assert after.resident["pictures: files, processed pixels"] == 5 + (256 << 20)
+    name = "actor update: activations, logits"
+    # two rows; 68 bytes for each patch, layer and unit
+    assert after.phases[name] - before.phases[name] == 2 * pixels + 2 * 576 * layers * 256 * 68
+    assert after.phases.keys() == before.phases.keys()
+
+
+def test_pictures_for_a_model_whose_encoder_is_not_known_have_no_forecast(model):
+    _, _, after = pictured(model)
+    assert after.phases["actor update: activations, logits"] is None
+
+
+@pytest.mark.parametrize("kind", ["siglip", "qwen"])
+def test_the_activations_of_an_encoder_are_about_what_a_pass_keeps(kind):
+    sizes = {"hidden_size": 256, "patch_size": 14, "attn_implementation": "sdpa"}
+    if kind == "siglip":
+        own = SiglipVisionConfig(
+            num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, image_size=336, **sizes
+        )
+        module, given = SiglipVisionModel(own), (torch.randn(1, 3, 336, 336),)
+    else:
+        own = Qwen2_5_VLVisionConfig(
+            depth=4, num_heads=4, intermediate_size=684, out_hidden_size=512, **sizes
+        )
+        given = torch.randn(576, 3 * 2 * 14 * 14), torch.tensor([[1, 24, 24]])
+        module = Qwen2_5_VisionTransformerPretrainedModel(own)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(*given)
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+    facts = ModelFacts(1, 1, 1, 1, 1, 1, 1, 1, encoder=_encoder(own.to_dict()))
+    off = load_config(settings("m", "actor_rollout_ref.model.enable_gradient_checkpointing=False"))
+    pixels = given[0].nbytes
+    assert 0.9 < measured / (encoder(facts, pixels, off.actor_rollout_ref.model) - pixels) < 1.6

@@ -39,6 +39,7 @@ from strop.config.identity import value_in
 from strop.config.keys import all_keys, value_at
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
+from strop.config.memory.shapes import PictureBytes
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, reason_for_old_log_prob_pass
 from strop.config.schema import Config, RootConfig
@@ -143,7 +144,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(
             Group(Text(f"other than in verl {version}:"), *(literal(f"  {line}") for line in lines))
         )
-    for name, words in summary(config, result, data.train_rows).items():
+    sizes = [dataset.pictures.memory() for dataset in pictured if dataset.pictures]
+    pictures = PictureBytes(max(sizes)[0], *map(sum, list(zip(*sizes, strict=True))[1:])) if sizes else None
+    for name, words in summary(config, result, data.train_rows, pictures).items():
         console.print(literal(f"{name:<8}{words}"))
     for own in pictured:
         console.print(pictures_table(own))
@@ -161,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in measured(config):
             console.print(literal(line))
     if arguments.full:
-        console.print(tables(result, config), all_values(config))
+        console.print(tables(result, config, pictures), all_values(config))
     return 2 if errors else 0
 
 
@@ -244,7 +247,9 @@ def check_inputs(
     return warnings, errors, scored, turns, pictured
 
 
-def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> dict[str, str]:
+def summary(
+    config: RootConfig, result: CheckResult, train_rows: int | None, pictures: PictureBytes | None = None
+) -> dict[str, str]:
     """Return what the run will do, a line for each subject."""
     data, lines, memory = config.data, {}, None
     model, plan = "actor_rollout_ref.model.path" if isinstance(config, Config) else "model.path", result.plan
@@ -261,7 +266,7 @@ def summary(config: RootConfig, result: CheckResult, train_rows: int | None) -> 
             lines["steps"] = f"{plan.iterations:,}; {plan.iterations_per_epoch or 0:,} an epoch"
         samples = f"{plan.samples:,} samples = {plan.prompts:,} prompts x {plan.n}"
         lines["batch"] = f"{samples}, {plan.actor.optimizer_steps:,} optimizer steps"
-        memory = forecast(config, plan)
+        memory = forecast(config, plan, pictures=pictures)
     elif isinstance(config, SupervisedConfig):
         if train_rows and not config.trainer.val_only:
             lines["steps"] = str(OptimizerSteps.of(config, train_rows))
@@ -307,14 +312,14 @@ def turns_table(prompt: str, turns: Sequence[tuple[bool, str]], history: str) ->
     return Group(*lines, literal(f"        {history}"))
 
 
-def tables(result: CheckResult, config: RootConfig) -> Group:
+def tables(result: CheckResult, config: RootConfig, pictures: PictureBytes | None = None) -> Group:
     """Return tables of sizes, placement, memory and disk space, for a rich console."""
     parts: list[RenderableType] = []
     if isinstance(config, Config) and result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:
             parts.append(schedule_table(config))
-        parts.append(memory_table(forecast(config, result.plan)))
+        parts.append(memory_table(forecast(config, result.plan, pictures=pictures)))
         if config.trainer.log_rollouts and not config.trainer.val_only:
             parts.append(disk_table(sample_files(config, result.plan)))
     if isinstance(config, SupervisedConfig) and not config.trainer.val_only:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from strop import pictures, ranks
+from strop.config.memory.shapes import PIXELS_REMEMBERED
 from strop.errors import ModelError
 from strop.models.heads import part_of
 from strop.models.inputs import PassInputs, Reader
@@ -33,8 +34,6 @@ from strop.models.prompts_once import prompt_width
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 1 << 28
-"""Bytes of processed pictures that a process remembers."""
 _BLANK = 56
 """Width and height of a blank picture, in pixels."""
 _TRIAL_SIZES = ((56, 56), (56, 56), (112, 84))
@@ -300,7 +299,7 @@ class PictureReader(Reader):
         with _one_thread:
             _recent[key] = found
             total = sum(column.nbytes for columns in _recent.values() for column in columns.values())
-            while total > _REMEMBERED and len(_recent) > 1:
+            while total > PIXELS_REMEMBERED and len(_recent) > 1:
                 _, dropped = _recent.popitem(last=False)
                 total -= sum(column.nbytes for column in dropped.values())
         return found

@@ -12,7 +12,7 @@ from strop.config.backends import ROLLOUTS, Forecast, total
 from strop.config.batch_plan import BatchPlan, ForwardPlan, MicroBatchSize, engine_of, sequences_of_a_row
 from strop.config.keys import longest_row
 from strop.config.memory.facts import ModelFacts, read_model_facts
-from strop.config.memory.shapes import FLOAT32, activations, logits, number_bytes
+from strop.config.memory.shapes import FLOAT32, PictureBytes, activations, encoder, logits, number_bytes
 from strop.config.placement import Placement, process_count, uses_gpu
 from strop.config.roles import (
     has_kl_in_reward,
@@ -32,12 +32,15 @@ from strop.config.schema.supervised import RewardModellingConfig, SftConfig, Sup
 from strop.config.schema.teacher import THE_POLICY
 
 
-def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> Forecast:
+def forecast(
+    config: Config, plan: BatchPlan, *, pool: str | None = None, pictures: PictureBytes | None = None
+) -> Forecast:
     """Return the memory of one rank, from config.json and the headers of the weights alone.
 
-    ``pool``: of the roles in this pool; None: of all roles, as if they shared one.
+    ``pool``: of the roles in this pool; None: of all roles, as if they shared one. ``pictures``: of the data
+    sets, where these have been read.
     """
-    trainer = trainer_forecast(config, plan, pool=pool)
+    trainer = trainer_forecast(config, plan, pool=pool, pictures=pictures)
     placement = Placement.from_config(config)
     if pool not in (None, placement.roles[placement.rollout_role]):
         return trainer
@@ -51,18 +54,24 @@ def rollout_forecast(config: Config, plan: BatchPlan) -> Forecast:
     return ROLLOUTS[name].bytes(config, plan.samples // plan.ranks, facts)
 
 
-def trainer_forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> Forecast:
+def trainer_forecast(
+    config: Config, plan: BatchPlan, *, pool: str | None = None, pictures: PictureBytes | None = None
+) -> Forecast:
     """Return the memory of one rank without that of the rollout."""
-    length, phases = longest_row(config.data)[0], {}
+    length, phases, pixels = longest_row(config.data)[0], {}, 0 if pictures is None else pictures.row
     if _is_in(config, "actor", pool):
         tokens = _tokens_at_once(plan.actor, length, plan.actor.sharing)
-        size = _update(config, "actor", config.actor_rollout_ref.model, tokens, has_logits=True)
+        model, of_pass = config.actor_rollout_ref.model, pixels * max(tokens // length, 1)
+        size = _update(config, "actor", model, tokens, has_logits=True, pixels=of_pass)
         phases["actor update: activations, logits"] = size
     if plan.critic is not None and _is_in(config, "critic", pool):
         tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
-        size = _update(config, "critic", config.critic.model, tokens, has_logits=False)
+        of_pass = pixels * max(tokens // length, 1)
+        size = _update(config, "critic", config.critic.model, tokens, has_logits=False, pixels=of_pass)
         phases["critic update: activations"] = size
     resident = resident_weights(config, pool)
+    if pictures is not None:
+        resident["pictures: files, processed pixels"] = pictures.held
     if not uses_gpu(config) and _is_in(config, "actor", pool):  # the driver shares the memory of a CPU
         size = hidden_columns(config, plan.samples)
         resident |= {"samples: hidden states, likeliest words": size} if size else {}
@@ -152,12 +161,16 @@ def _layer(facts: ModelFacts | None, policy: ModelConfig) -> int | None:
 
 
 def _update(
-    config: RootConfig, name: str, model: ModelConfig, tokens: int, *, has_logits: bool
+    config: RootConfig, name: str, model: ModelConfig, tokens: int, *, has_logits: bool, pixels: int = 0
 ) -> int | None:
-    """Return the bytes of an update's passes over ``tokens``, beside the model and its optimizer."""
+    """Return the bytes of an update's passes over ``tokens``, beside the model and its optimizer.
+
+    ``pixels``: bytes of a pass's pictures.
+    """
     facts = read_model_facts(model.path)
     whole = engine_of(config, name).update_bytes(config, name, facts, model)
-    return total(activations(facts, tokens, model), logits(facts, tokens) if has_logits else 0, whole)
+    own = activations(facts, tokens, model), logits(facts, tokens) if has_logits else 0, whole
+    return total(*own, encoder(facts, pixels, model))
 
 
 def _is_in(config: Config, name: str, pool: str | None) -> bool:

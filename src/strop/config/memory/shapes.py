@@ -9,7 +9,9 @@ one layer's activations.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from strop.config.backends import total
 from strop.config.memory.facts import ModelFacts, count_parameters, trained_whole
@@ -21,6 +23,8 @@ from strop.config.schema.model import ModelConfig
 FLOAT32 = 4
 TRAINED = 4 * FLOAT32  # weight, gradient and two moments
 ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
+PIXELS_REMEMBERED = 1 << 28
+"""Bytes of processed pictures that a process keeps."""
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
 
@@ -85,6 +89,34 @@ def activations(facts: ModelFacts | None, tokens: int, model: ModelConfig) -> in
     if model.enable_gradient_checkpointing is True:
         return numbers * size * facts.layers + layer
     return layer * facts.layers
+
+
+class PictureBytes(NamedTuple):
+    """Bytes of the pictures of data sets."""
+
+    row: int
+    """Processed pixels of the row that has most."""
+    pixels: int
+    """Processed pixels of all pictures."""
+    files: int
+    """Files that stand in memory."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that a process keeps."""
+        return self.files + min(self.pixels, PIXELS_REMEMBERED)
+
+
+def encoder(facts: ModelFacts | None, pixels: int, model: ModelConfig) -> int | None:
+    """Return the bytes of ``pixels`` bytes of float32 and of their encoder's activations with gradients.
+
+    An encoder that is frozen keeps none, and has one layer's at a time.
+    """
+    if facts is None or facts.encoder is None:
+        return None if pixels else 0
+    layers = 1 if "encoder" in model.freeze else facts.encoder.layers
+    own = replace(facts, layers=layers, hidden=facts.encoder.hidden)
+    return total(pixels, activations(own, pixels // FLOAT32 // facts.encoder.patch, model))
 
 
 def logits(facts: ModelFacts | None, tokens: int) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from strop import pictures
+from strop.config.memory.shapes import FLOAT32, PictureBytes
 from strop.data.fetch import progress_bar
 from strop.data.pictures.parts import Expansion
 from strop.errors import DataError, ModelError, raised_as
@@ -58,6 +59,16 @@ class PromptPictures:
     def recall(self, counts: np.ndarray) -> None:
         """Take what ``counts`` returned, for which the processor would run again."""
         self._counts |= {(width, height): (*rest,) for width, height, *rest in counts.tolist()}
+
+    def memory(self) -> PictureBytes:
+        """Return the bytes of the pictures and of their processed pixels."""
+        each = dict.fromkeys(digest for row in self.images for digest in row)
+        files = (file for file, *_ in pictures.files(each).values())
+        return PictureBytes(
+            FLOAT32 * max(sum(map(self.pixels, row)) for row in self.images),
+            FLOAT32 * sum(map(self.pixels, each)),
+            sum(len(file) for file in files if isinstance(file, bytes)),
+        )
 
     def damaged(self) -> Iterator[str]:
         """Decode all pictures; yield an error for each that cannot be decoded."""
