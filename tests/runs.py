@@ -19,7 +19,15 @@ from strop.trainer.build import build_trainer
 import tiny_model
 from builders import write_prompts
 
-TIMES = ("timing_", "perf/", "time/", "async/learner_idle", "async/rollout_idle", "async/ready_batches")
+TIMES = (
+    "timing_",
+    "images/processed",
+    "perf/",
+    "time/",
+    "async/learner_idle",
+    "async/rollout_idle",
+    "async/ready_batches",
+)
 
 
 def make_inputs(folder: Path, *, rows: int = 24) -> Path:

@@ -496,7 +496,7 @@ def test_processed_pictures_are_remembered_up_to_a_bound(folders, held, monkeypa
     for name in "abab":
         reader._processed(held[name])
     assert len(calls) == 2
-    monkeypatch.setattr(vision, "_REMEMBERED", 1)
+    monkeypatch.setattr(vision, "PIXELS_REMEMBERED", 1)
     for name in "abab":
         reader._processed(held[name])
     assert len(vision._recent) == 1

@@ -7,17 +7,21 @@ import json
 import logging
 import re
 import threading
+from pathlib import Path
 
 import picture_rows
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from strop import pictures
 from strop.cli.main import main
+from strop.models import vision
 from strop.page.files import RunFiles
 from strop.page.server import PageServer
 from strop.tracking import thumbnails
+from strop.tracking.report import ValidationReport
 
 import runs
 from browser import CHROMIUM, DRIVER, Browser
@@ -38,6 +42,9 @@ class Recorder:
     def log_validation(self, step: int, report: object) -> None:
         RECEIVED.append(report)
 
+    def log_image(self, step: int, name: str, path: Path) -> None:
+        RECEIVED.append((step, name, path))
+
     def close(self) -> None:
         pass
 
@@ -49,6 +56,7 @@ def run(tmp_path_factory):
     handler = logging.FileHandler(folder / "log")
     logging.getLogger("strop").addHandler(handler)
     keys = ("trainer.test_freq=1", "trainer.log_val_generations=4", "reward_model.val_num_examine=2")
+    vision._recent.clear()
     logger = "trainer.logger=[console, tensorboard, test_tracking_pictures:Recorder]"
     try:
         runs.train(picture_rows.options(picture_rows.inputs(folder), folder / "run", logger, *keys))
@@ -109,7 +117,42 @@ def test_samples_trackers_and_logs_hold_no_pixels(run):
     assert {name for name, text in texts.items() if any(sign in text for sign in signs)} == set()
     assert b"[picture 1: " in texts["tracker"]
     assert b"[picture 1: " in b"".join(text for name, text in texts.items() if "tensorboard" in str(name))
-    assert all(text.count(b"<image>") == 0 for text in texts.values())
+    reports = [found for found in RECEIVED if isinstance(found, ValidationReport)]
+    assert not any("<image>" in sample.prompt for report in reports for sample in report.shown)
+
+
+def test_trackers_get_the_thumbnails_of_shown_samples_once(run):
+    reports = [found for found in RECEIVED if isinstance(found, ValidationReport)]
+    images = [found for found in RECEIVED if isinstance(found, tuple) and "token_lengths" not in found[1]]
+    assert [len(report.shown) for report in reports] == [4, 4]
+    expected = [
+        (1, f"val/generations/pictures/{row}_{place}", run / "pictures" / f"{name}.jpg")
+        for row, names in enumerate(reports[0].pictures, start=1)
+        for place, name in enumerate(names, start=1)
+    ]
+    assert images == expected != []
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert events.Tags()["images"] == [name for _, name, _ in expected]
+
+
+def test_metrics_of_pictures_by_the_files_of_samples(run):
+    def held(kind: str, step: int) -> list[list[str]]:
+        return pq.read_table(run / kind / f"step_{step:06d}.parquet")["images"].to_pylist()
+
+    seen: set[str] = set()
+    for step, line in enumerate(map(json.loads, (run / "metrics.jsonl").open()), start=1):
+        rows = pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        counts = [sum(int(tokens) for *_, tokens in WORDS.findall(row["prompt"])) for row in rows]
+        size = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
+        assert line["images/per_prompt"] == sum(len(row["images"]) for row in rows) / len(rows)
+        assert line["images/tokens_share"] == pytest.approx(sum(counts) / size)
+        new = {
+            name for names in (*held("rollouts", step), *held("validation", step)) for name in names
+        } - seen
+        # three of trial rows, when models are loaded
+        assert line["images/processed"] == len(new) + (3 if step == 1 else 0)
+        assert 0 < line["timing_s/pictures"] < line["timing_s/step"] + line["timing_s/testing"]
+        seen |= new
 
 
 def test_the_terminal_shows_pictures_in_words(run, capsys, monkeypatch):

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from threading import Lock
+from time import perf_counter_ns
 from typing import Any, Self
 
 import numpy as np
@@ -42,6 +43,15 @@ _TRIAL_TOKENS = 7
 """Tokens of text in trial rows, of which three are in the prompt."""
 _recent: OrderedDict[tuple[str, int], dict[str, Tensor]] = OrderedDict()
 _one_thread = Lock()
+_work: Counter[str] = Counter()
+
+
+def take_work() -> dict[str, float]:
+    """Return how many pictures this process has processed since the last call, and in which time."""
+    with _one_thread:
+        taken = {"images/processed": float(_work["pictures"]), "timing_s/pictures": _work["ns"] / 1e9}
+        _work.clear()
+    return taken
 
 
 @dataclass(frozen=True)
@@ -294,9 +304,12 @@ class PictureReader(Reader):
         key = self._settings, digest
         with _one_thread:
             found = _recent.pop(key, None)
+        is_known, start = found is not None, perf_counter_ns()
         if found is None:
             found = self._process(pictures.opened(digest))
         with _one_thread:
+            if not is_known:
+                _work.update(pictures=1, ns=perf_counter_ns() - start)
             _recent[key] = found
             total = sum(column.nbytes for columns in _recent.values() for column in columns.values())
             while total > PIXELS_REMEMBERED and len(_recent) > 1:

@@ -103,6 +103,8 @@ class ValidationReport:
     """Samples per prompt."""
     sources: Mapping[str, SourceReport]
     shown: Sequence[ShownSample] | Sequence[ShownPair] = ()
+    pictures: Sequence[Sequence[str]] = ()
+    """Names of the pictures of each shown sample, where the data set has some."""
 
     @property
     def shown_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +35,11 @@ class Thumbnails:
         """Write those of samples that were written to a file; failing is a warning, once."""
         if "images" in samples.column_names:
             self._thread.submit(self._write, _names(samples["images"]))
+
+    def of(self, names: Sequence[str]) -> list[Path]:
+        """Return the files of pictures that were added, as soon as they are written."""
+        self._thread.submit(int).result()  # behind all that is under way
+        return [path for name in names if (path := self._path(name)).exists()]
 
     def close(self) -> None:
         """Wait for the thread."""

@@ -7,8 +7,8 @@ never means of means.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,24 @@ def peak_memory(groups: Iterable[Any]) -> dict[str, float]:
     """
     calls = [group.memory_peaks.start() for group in groups if hasattr(group, "memory_peaks")]
     return {f"perf/peak_memory_gb/{phase}": gib for call in calls for phase, gib in call.get().items()}
+
+
+def picture_metrics(
+    batch: DataProto, groups: Iterable[Any], tokens: Callable[[int], int]
+) -> dict[str, float]:
+    """Return metrics of the pictures of a batch, of which ``tokens`` returns those of one by its digest.
+
+    The groups' processes have processed some of them since the last call.
+    """
+    images_BI = batch.batch["images"]
+    held, size = images_BI[images_BI != 0].tolist(), batch.batch["attention_mask"].sum().item()
+    calls = [group.picture_work.start() for group in groups if hasattr(group, "picture_work")]
+    work = sum((Counter(call.get()) for call in calls), Counter[str]())
+    return {
+        "images/per_prompt": len(held) / len(batch),
+        "images/tokens_share": sum(map(tokens, held)) / size,
+        **{name: float(work[name]) for name in ("images/processed", "timing_s/pictures")},
+    }
 
 
 _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss", "teacher_loss")

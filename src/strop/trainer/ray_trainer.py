@@ -43,6 +43,7 @@ from strop.trainer.loop import OnStep, Run
 from strop.trainer.metrics import (
     PhaseTimer,
     peak_memory,
+    picture_metrics,
     speed_metrics,
     staleness_metrics,
 )
@@ -136,7 +137,8 @@ class RayPPOTrainer(VerlNames):
         self._max_pictures = most
         datasets = [all_rows(loader.dataset) for loader in loaders]
         found = [dataset.pictures for dataset in datasets if isinstance(dataset, RLHFDataset)]
-        self.pictures_in_words = next((own.in_words for own in found if own is not None), None)
+        self.pictures = next(filter(None, found), None)
+        self.pictures_in_words = None if self.pictures is None else self.pictures.in_words
         self.total_steps = 0
         if trains:
             loss_inputs(self.config)  # raises if this run cannot compute them
@@ -443,6 +445,8 @@ class ReinforcementRun(Run):
         if self.is_due(settings.test_freq):
             metrics |= self.validate()
         metrics |= peak_memory(trainer.groups.values())
+        if trainer.pictures is not None and "images" in samples.batch:
+            metrics |= picture_metrics(samples, trainer.groups.values(), trainer.pictures.tokens)
         self.timeline.add_phases("learner", trainer.timer.intervals, step)
         timing = trainer.timer.take()
         if trainer.pipeline is not None and settings.async_steps:
@@ -481,13 +485,16 @@ class ReinforcementRun(Run):
             samples = self.trainer.validator.samples(
                 self.trainer.timer, examine=is_last or not self.has_validated
             )
-            self.has_validated = True
+            is_first, self.has_validated = not self.has_validated, True
             report = self.trainer.validator.report(samples, show=settings.log_val_generations)
             self._write_samples(self.folder.validation(step), samples)
             text = json.dumps(report.as_json(), indent=2) + "\n"
             self.write(atomic_write_text, self.folder.validation(step).with_suffix(".json"), text)
         if settings.val_only or report.n > 1 or report.shown:
             self.tracking.log_validation(step, report)
+        for row, names in enumerate(report.pictures if is_first else (), start=1):
+            for place, path in enumerate(self._thumbnails.of(names), start=1):
+                self.tracking.log_image(step, f"{report.shown_name}/pictures/{row}_{place}", path)
         return {**report.metrics(), "val/best_score": self.best.add(step, report)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def make_report(
         name: _report_source(samples.filter(pa.array(sources_B == name)), n, extractor_of(name), seed=seed)
         for name in sorted(set(sources_B))
     }
-    return ValidationReport(n, sources, _shown(samples, n, show))
+    chosen = _shown(samples, n, show)
+    pictures = chosen["images"].to_pylist() if "images" in chosen.column_names else ()
+    return ValidationReport(n, sources, _as_shown(chosen), pictures)
 
 
 def _judged(samples: pa.Table, n: int) -> pa.Table:
@@ -135,11 +137,14 @@ def _mean(samples: pa.Table, column: str) -> float:
     return float(np.mean(samples[column].to_numpy()))
 
 
-def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
+def _shown(samples: pa.Table, n: int, count: int) -> pa.Table:
     """Return the first sample of ``count`` prompts, the same prompts in every validation."""
     prompts = len(samples) // n
-    rows = np.linspace(0, prompts - 1, min(count, prompts)).round().astype(int) * n
-    chosen = samples.take(pa.array(rows)).to_pylist()
+    return samples.take(pa.array(np.linspace(0, prompts - 1, min(count, prompts)).round().astype(int) * n))
+
+
+def _as_shown(samples: pa.Table) -> list[ShownSample]:
+    chosen = samples.to_pylist()
     for row in chosen:
         row["response"] = row.get("response_with_special_tokens") or row["response"]
     return [

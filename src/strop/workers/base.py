@@ -52,6 +52,7 @@ from strop.manifest import (
 )
 from strop.models.folder import import_external_lib, load_tokenizer
 from strop.models.lora import LoraSettings
+from strop.models.vision import take_work
 from strop.protocol import DataProto
 from strop.workers.memory import PEAKS, keep_freed_memory, prefer_expandable_segments
 
@@ -316,6 +317,11 @@ class Worker(Generic[Root]):
     def memory_peaks(self) -> dict[str, float]:
         """Return the largest memory of the process in GiB in each phase since the last call; of rank zero."""
         return PEAKS.take(self.phases)
+
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
+    def picture_work(self) -> dict[str, float]:
+        """Return metrics of the pictures that the process has processed since the last call; of rank zero."""
+        return take_work()
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_hash(self) -> str:
