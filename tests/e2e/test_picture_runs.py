@@ -252,6 +252,18 @@ def test_a_check_says_what_pictures_there_are(inputs, tmp_path, capsys):
     assert "<|vision_start|>[picture 1: 56 x 56, 4 tokens]<|vision_end|>what is 0?" in shown
 
 
+def test_a_check_of_given_answers_shows_their_pictures(inputs, tmp_path, capsys):
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    file = inputs / "answered.jsonl"  # beside the pictures that it names
+    file.write_text("".join(json.dumps({**row, "response": "red"}) + "\n" for row in rows))
+    keys = [f"model.path={inputs / 'smolvlm'}", f"data.train_files={file}", "data.train_batch_size=8"]
+    keys += ["data.max_prompt_length=48", f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
+    assert main(["check", "--command", "sft", "--images", "--full", *keys]) == 0
+    shown = capsys.readouterr().out
+    assert "36 in 24 of 24 rows, at most 2 in one; 4 tokens each; SmolVLM" in shown
+    assert "pictures: files, processed pixels" in shown
+
+
 def test_a_check_may_decode_all_pictures(inputs, tmp_path, capsys):
     rows = write_rows(tmp_path / "own.jsonl", 12, seed=300)
     for name in ("own-7-1.png", "own-10-0.png"):

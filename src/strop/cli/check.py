@@ -144,8 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(
             Group(Text(f"other than in verl {version}:"), *(literal(f"  {line}") for line in lines))
         )
-    sizes = [dataset.pictures.memory() for dataset in pictured if dataset.pictures]
-    pictures = PictureBytes(max(sizes)[0], *map(sum, list(zip(*sizes, strict=True))[1:])) if sizes else None
+    pictures = PictureBytes.of_all([own.pictures.memory() for own in pictured])
     for name, words in summary(config, result, data.train_rows, pictures).items():
         console.print(literal(f"{name:<8}{words}"))
     for own in pictured:
@@ -208,7 +207,7 @@ class Pictured(NamedTuple):
             rows, prompt = (columns_of(dataset, row) for row in range(len(dataset))), ""
             if first := next((row for row in rows if row["images"].any()), None):
                 digests = [digest for digest in first["images"].tolist() if digest]
-                prompt = pictures.in_words(trainer.tokenizer.decode(first["input_ids"]), digests)
+                prompt = pictures.in_words(trainer.tokenizer.decode(first["input_ids"].tolist()), digests)
             yield cls(split, pictures, len(pictures.images) - len(dataset), prompt)
 
 
@@ -270,7 +269,7 @@ def summary(
     elif isinstance(config, SupervisedConfig):
         if train_rows and not config.trainer.val_only:
             lines["steps"] = str(OptimizerSteps.of(config, train_rows))
-        memory = supervised_forecast(config)
+        memory = supervised_forecast(config, pictures)
     if memory is not None:
         branches = isinstance(config, Config) and uses_agent(config)
         kind = "estimate without branches of sessions" if branches else "estimate"
@@ -323,7 +322,7 @@ def tables(result: CheckResult, config: RootConfig, pictures: PictureBytes | Non
         if config.trainer.log_rollouts and not config.trainer.val_only:
             parts.append(disk_table(sample_files(config, result.plan)))
     if isinstance(config, SupervisedConfig) and not config.trainer.val_only:
-        parts += [supervised_table(config), memory_table(supervised_forecast(config))]
+        parts += [supervised_table(config), memory_table(supervised_forecast(config, pictures))]
     return Group(*parts)
 
 

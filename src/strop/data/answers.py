@@ -183,9 +183,10 @@ class AnsweredDataset:
 
     def token_lengths(self) -> dict[str, TokenLengths]:
         """See ``MeasuredDataset``; an answer's length includes its end token."""
+        own = None if self.pictures is None else self.pictures.tokens_of_rows()
         return {
             "prompt" if name == "input_ids" else name: TokenLengths(
-                tokens.lengths, self._limit(name), self._limit_key(name)
+                tokens.lengths, self._limit(name), self._limit_key(name), own if name == "input_ids" else None
             )
             for name, tokens in self._tokens.items()
         }

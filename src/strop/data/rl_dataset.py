@@ -219,11 +219,8 @@ class RLHFDataset:
 
     def token_lengths(self) -> dict[str, TokenLengths]:
         """See ``MeasuredDataset``."""
-        of_pictures = None
-        if (pictures := self.pictures) is not None:
-            of_pictures = np.array([sum(map(pictures.tokens, row)) for row in pictures.images])
-        found = TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT, of_pictures)
-        return {"prompt": found}
+        own = None if self.pictures is None else self.pictures.tokens_of_rows()
+        return {"prompt": TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT, own)}
 
     def require_sources(self) -> None:
         """Raise ``DataError`` if the files have no column that selects a scorer."""

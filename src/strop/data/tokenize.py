@@ -354,6 +354,6 @@ def _save(path: Path, tokens: TokenizedPrompts, pictures: PromptPictures | None)
     columns |= {} if pictures is None else {"pictures": pictures.counts()}
     try:
         with atomic_path(path) as temporary, temporary.open("wb") as handle:
-            np.savez(handle, digest=np.array(_digest_of(path, tokens)), **columns)
+            np.savez(handle, **columns, digest=np.array(_digest_of(path, tokens)))
     except OSError as error:  # a full disk or read-only home only costs time at the next start
         logger.warning("the token cache %s cannot be written: %s", path, error)

@@ -58,20 +58,18 @@ def trainer_forecast(
     config: Config, plan: BatchPlan, *, pool: str | None = None, pictures: PictureBytes | None = None
 ) -> Forecast:
     """Return the memory of one rank without that of the rollout."""
-    length, phases, pixels = longest_row(config.data)[0], {}, 0 if pictures is None else pictures.row
+    length, phases = longest_row(config.data)[0], {}
     if _is_in(config, "actor", pool):
         tokens = _tokens_at_once(plan.actor, length, plan.actor.sharing)
-        model, of_pass = config.actor_rollout_ref.model, pixels * max(tokens // length, 1)
-        size = _update(config, "actor", model, tokens, has_logits=True, pixels=of_pass)
+        model, pixels = config.actor_rollout_ref.model, _pixels(pictures, tokens, length)
+        size = _update(config, "actor", model, tokens, has_logits=True, pixels=pixels)
         phases["actor update: activations, logits"] = size
     if plan.critic is not None and _is_in(config, "critic", pool):
         tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
-        of_pass = pixels * max(tokens // length, 1)
-        size = _update(config, "critic", config.critic.model, tokens, has_logits=False, pixels=of_pass)
+        pixels = _pixels(pictures, tokens, length)
+        size = _update(config, "critic", config.critic.model, tokens, has_logits=False, pixels=pixels)
         phases["critic update: activations"] = size
-    resident = resident_weights(config, pool)
-    if pictures is not None:
-        resident["pictures: files, processed pixels"] = pictures.held
+    resident = resident_weights(config, pool) | _held(pictures)
     if not uses_gpu(config) and _is_in(config, "actor", pool):  # the driver shares the memory of a CPU
         size = hidden_columns(config, plan.samples)
         resident |= {"samples: hidden states, likeliest words": size} if size else {}
@@ -127,8 +125,11 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     return held
 
 
-def supervised_forecast(config: SupervisedConfig) -> Forecast:
-    """Return the memory of one rank of a supervised run; empty with an engine that runs none (an error)."""
+def supervised_forecast(config: SupervisedConfig, pictures: PictureBytes | None = None) -> Forecast:
+    """Return the memory of one rank of a supervised run; empty with an engine that runs none (an error).
+
+    ``pictures``: of the data sets, where these have been read.
+    """
     if "supervised" not in engine_of(config, "update").offers:
         return Forecast({}, {})
     update, length, sequences = config.update, longest_row(config.data)[0], sequences_of_a_row(config)
@@ -141,8 +142,9 @@ def supervised_forecast(config: SupervisedConfig) -> Forecast:
     has_logits = not isinstance(config, RewardModellingConfig)
     facts = read_model_facts(config.model.path)
     held = engine_of(config, "update").bytes(config, "update", facts, trains=True)
-    size_of_pass = _update(config, "update", config.model, tokens, has_logits=has_logits)
-    models = {"model: weights, gradients, AdamW": held}
+    pixels = _pixels(pictures, tokens, length)
+    size_of_pass = _update(config, "update", config.model, tokens, has_logits=has_logits, pixels=pixels)
+    models = {"model: weights, gradients, AdamW": held, **_held(pictures)}
     if isinstance(config, SftConfig) and uses_teacher(config):
         own = config.teacher.model.path == THE_POLICY
         facts = facts if own else read_model_facts(config.teacher.model.path)
@@ -171,6 +173,15 @@ def _update(
     whole = engine_of(config, name).update_bytes(config, name, facts, model)
     own = activations(facts, tokens, model), logits(facts, tokens) if has_logits else 0, whole
     return total(*own, encoder(facts, pixels, model))
+
+
+def _pixels(pictures: PictureBytes | None, tokens: int, length: int) -> int:
+    """Return the bytes of the pixels of a pass over rows of ``length`` tokens."""
+    return 0 if pictures is None else pictures.row * max(tokens // length, 1)
+
+
+def _held(pictures: PictureBytes | None) -> dict[str, int | None]:
+    return {} if pictures is None else {"pictures: files, processed pixels": pictures.held}
 
 
 def _is_in(config: Config, name: str, pool: str | None) -> bool:

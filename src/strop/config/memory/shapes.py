@@ -8,7 +8,7 @@ one layer's activations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -105,6 +105,12 @@ class PictureBytes(NamedTuple):
     def held(self) -> int:
         """Bytes that a process keeps."""
         return self.files + min(self.pixels, PIXELS_REMEMBERED)
+
+    @classmethod
+    def of_all(cls, sizes: Sequence[PictureBytes]) -> PictureBytes | None:
+        """Return those of several data sets together; None without any."""
+        rows = [each.row for each in sizes]
+        return cls(max(rows), sum(e.pixels for e in sizes), sum(e.files for e in sizes)) if rows else None
 
 
 def encoder(facts: ModelFacts | None, pixels: int, model: ModelConfig) -> int | None:

@@ -46,6 +46,10 @@ class PromptPictures:
         """Return the number of placeholders of a picture, in whose places its features stand."""
         return self._counts_of(digest)[0]
 
+    def tokens_of_rows(self) -> np.ndarray:
+        """Return the placeholders of each row's pictures, int64 [rows]."""
+        return np.array([sum(map(self.tokens, row)) for row in self.images], dtype=np.int64)
+
     def pixels(self, digest: int) -> int:
         """Return the number of float32 values that the processor makes of a picture."""
         return self._counts_of(digest)[1]
@@ -58,7 +62,7 @@ class PromptPictures:
 
     def recall(self, counts: np.ndarray) -> None:
         """Take what ``counts`` returned, for which the processor would run again."""
-        self._counts |= {(width, height): (*rest,) for width, height, *rest in counts.tolist()}
+        self._counts |= {(width, height): (n, size) for width, height, n, size in counts.tolist()}
 
     def memory(self) -> PictureBytes:
         """Return the bytes of the pictures and of their processed pixels."""
