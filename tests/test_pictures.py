@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import pickle
 import struct
 import zlib
 
@@ -38,7 +40,8 @@ def test_a_path_is_read_at_every_use_and_may_not_change(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(file_of(noise(5, 4)))
     digest = pictures.hold_file(path)
-    assert pictures.files([digest, 0]) == {digest: (path, str(path), (5, 4))}
+    (found,) = pictures.files([digest, 0]).values()
+    assert (found.digest, found.file, found.where, found.size) == (digest, path, str(path), (5, 4))
     assert pictures.held(digest) == path.read_bytes()
     path.write_bytes(file_of(noise(5, 4, seed=1)))
     with pytest.raises(DataError, match=r"a\.png has changed"):
@@ -48,15 +51,26 @@ def test_a_path_is_read_at_every_use_and_may_not_change(tmp_path):
         pictures.opened(digest)
 
 
-def test_pictures_of_another_process_are_forgotten_and_own_ones_stay():
-    mine = pictures.hold(file_of(noise(6, 6, seed=2)))
-    theirs = 12345
-    pictures.add({mine: pictures.files([mine])[mine], theirs: pictures.files([mine])[mine]})
-    assert pictures.size(theirs) == (6, 6)
-    pictures.forget([mine, theirs])
-    assert pictures.size(mine) == (6, 6)
-    with pytest.raises(DataError, match=r"digest 12345, and this process holds no such.*hold_pictures"):
-        pictures.size(theirs)
+def test_pictures_of_another_process_live_with_their_object_and_own_ones_stay():
+    encoded = file_of(noise(6, 6, seed=2))
+    mine = pictures.alive(encoded, "a tool")
+    sent, digest = pickle.dumps(mine), mine.digest
+    again = pickle.loads(sent)
+    assert again is mine is pictures.alive(encoded, "another tool")
+    del mine, again
+    with pytest.raises(DataError, match=rf"digest {digest}, and this process holds no such.*hold_pictures"):
+        pictures.size(digest)
+    theirs = pickle.loads(sent)
+    assert (pictures.size(theirs.digest), pictures.held(digest)) == ((6, 6), encoded)
+    assert pictures.url(digest) == f"data:image/png;base64,{base64.b64encode(encoded).decode()}"
+    assert pictures.hold(encoded) == digest
+    del theirs
+    assert pictures.size(digest) == (6, 6)
+
+
+def test_a_picture_that_lives_was_decoded():
+    with pytest.raises(DataError, match="the tool look: the picture is damaged"):
+        pictures.alive(file_of(noise(40, 40))[:900], "the tool look")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

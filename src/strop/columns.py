@@ -71,6 +71,8 @@ input_ids           | BL  | int64   | id     | data    | forward passes | prompt
 attention_mask      | BL  | int64   | 0 or 1 | data    | forward passes | 1 on tokens, 0 on padding
 position_ids        | BL  | int64   | index  | data    | forward passes | clip(cumsum(attention_mask) - 1, 0)
 images              | BI  | int64   | digest | data    | passes, rewards | of pictures; 0: none | pictures
+images_at           | BT  | int64   | digest | rollout | passes | at its first token; -1: its others | agent
+image_files         | B   | object  | files  | rollout | driver | pictures that came in turns | agent
 data_source         | B   | object  | text   | data    | rewards, validation | selects the scorer
 reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
 extra_info          | B   | object  | record | data    | rewards | any further facts | optional

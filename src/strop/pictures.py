@@ -1,18 +1,22 @@
 """Pictures of this process by digest, as they are in their files (PNG, JPEG, ...).
 
 A batch has the column ``images`` [B, I] int64: the digests of a prompt's pictures in the order of their
-placeholders, 0 behind the last. So rows are selected, repeated, sent and compared like any others, and a
-picture is held once in a process, however many samples have it.
+placeholders, 0 behind the last. Where pictures may come in turns, ``images_at`` [B, T] int64 has the digest
+of each at its first token, and -1 at its others. So rows are selected, repeated, sent and compared like any
+others, and a picture is held once in a process, however many samples have it.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 from strop.errors import DataError
 
@@ -20,9 +24,11 @@ _LARGEST_ASPECT = 200  # processors of Qwen-VL refuse more
 _THUMBNAIL = 256  # pixels
 
 
-class Picture(NamedTuple):
-    """A picture as a process holds it."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Picture:
+    """A picture as a process holds it. One that is unpickled can be named by its digest while it lives."""
 
+    digest: int
     file: bytes | Path
     """Content of the file, or its path, which is read at every use."""
     where: str
@@ -30,9 +36,12 @@ class Picture(NamedTuple):
     size: tuple[int, int]
     """Width and height in pixels, after the orientation of cameras."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _alive, (self.digest, self.file, self.where, self.size)
+
 
 _own: dict[int, Picture] = {}
-_added: dict[int, Picture] = {}
+_living: WeakValueDictionary[int, Picture] = WeakValueDictionary()
 
 
 def hold(encoded: bytes, where: str = "a picture") -> int:
@@ -52,13 +61,30 @@ def hold_file(path: Path, where: str = "") -> int:
 def _keep(file: bytes | Path, encoded: bytes, where: str) -> int:
     digest = _digest(encoded)
     if digest not in _own:
-        _own[digest] = Picture(file, where, _size(encoded, where))
+        _own[digest] = Picture(digest, file, where, _size(encoded, where))
     return digest
+
+
+def alive(encoded: bytes, where: str) -> Picture:
+    """Return a picture that can be named by its digest while the object lives.
+
+    Raises :class:`DataError` as ``hold`` and ``opened`` do.
+    """
+    digest = _digest(encoded)
+    if (found := _find(digest)) is None:
+        found = _alive(digest, encoded, where, _size(encoded, where))
+        _decoded(encoded, where)
+    return found
+
+
+def _alive(digest: int, file: bytes | Path, where: str, size: tuple[int, int]) -> Picture:
+    return _find(digest) or _living.setdefault(digest, Picture(digest, file, where, size))
 
 
 def held(digest: int) -> bytes:
     """Return the content of a picture's file. Raises :class:`DataError` for a file that has changed."""
-    file, where, _ = _picture(digest)
+    found = _picture(digest)
+    file, where = found.file, found.where
     if isinstance(file, bytes):
         return file
     try:
@@ -82,8 +108,9 @@ def name(digest: int) -> str:
 
 def in_words(digest: int) -> str:
     """Return file name and size, as ``a.png, 640 x 480``; the size alone for a picture without a file."""
-    file, _, (width, height) = _picture(digest)
-    return f"{f'{file.name}, ' if isinstance(file, Path) else ''}{width} x {height}"
+    found = _picture(digest)
+    name = f"{found.file.name}, " if isinstance(found.file, Path) else ""
+    return f"{name}{found.size[0]} x {found.size[1]}"
 
 
 def thumbnail(digest: int) -> bytes:
@@ -127,24 +154,25 @@ def _all_decoded(files: list[tuple[bytes, str]]) -> list[Any]:
 
 
 def files(digests: Iterable[int]) -> dict[int, Picture]:
-    """Return what ``add`` takes in another process."""
-    return {digest: _picture(digest) for digest in digests if digest}
+    """Return pictures by digest, which may be sent to another process."""
+    return {digest: _picture(digest) for digest in digests if digest > 0}
 
 
-def add(pictures: Mapping[int, Picture]) -> None:
-    """Keep pictures of another process until ``forget``."""
-    _added.update(pictures)
+def url(digest: int) -> str:
+    """Return a picture's file as a data URL."""
+    from PIL import Image
+
+    encoded = held(digest)
+    kind = Image.open(io.BytesIO(encoded)).get_format_mimetype() or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
-def forget(digests: Iterable[int]) -> None:
-    """Drop pictures that ``add`` brought; those that this process read itself stay."""
-    for digest in digests:
-        _added.pop(digest, None)
+def _find(digest: int) -> Picture | None:
+    return _own.get(digest) or _living.get(digest)
 
 
 def _picture(digest: int) -> Picture:
-    found = _own.get(digest) or _added.get(digest)
-    if found is None:
+    if (found := _find(digest)) is None:
         raise DataError(
             f"the column images has the digest {digest}, and this process holds no such picture. The trainer "
             "sends those of its data sets (strop.pictures.hold) to its own groups; for another group call "

@@ -153,6 +153,42 @@ def embedded_by_hand(model: Any, reader: PictureReader, sampled: Tensor) -> Gene
     hook.remove()
 
 
+def with_turns(batch: DataProto, reader: PictureReader, held: dict[str, int], count: int) -> DataProto:
+    """The same with an answer after the second token that has a picture of ``count`` tokens, or two or none.
+
+    The token before it is a placeholder in every other row, as if it were sampled.
+    """
+    old, n_rows = batch.batch, len(batch)
+    width, marks = old["input_ids"].shape[1] - T, [reader.placeholder] * count
+    one, inserted = held["c"], 2 * count + 3
+    columns = {name: torch.zeros(n_rows, T + inserted, dtype=torch.int64) for name in ("ids", "real", "at")}
+    mask = torch.zeros(n_rows, T + inserted)
+    for row in range(n_rows):
+        own = int(old["response_mask"][row].sum())
+        pieces = [[20, *marks, 21, *marks, 22], [20, *marks, 21], [20, 21]][row % 3]
+        at = [0 if token != reader.placeholder else -1 for token in pieces]
+        for place in [1, count + 2][: 2 - row % 3]:
+            at[place] = one
+        ids = old["responses"][row, :own].tolist()
+        if row % 2:
+            ids[1] = reader.placeholder
+        ids, sampled = [*ids[:2], *pieces, *ids[2:]], [1, 1, *[0] * len(pieces), *[1] * (own - 2)]
+        columns["ids"][row, : len(ids)], columns["real"][row, : len(ids)] = torch.tensor(ids), 1
+        columns["at"][row, 2 : 2 + len(at)], mask[row, : len(ids)] = torch.tensor(at), torch.tensor(sampled)
+    attention = torch.cat([old["attention_mask"][:, :width], columns["real"]], dim=1)
+    return DataProto(
+        {
+            "input_ids": torch.cat([old["input_ids"][:, :width], columns["ids"]], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "responses": columns["ids"],
+            "response_mask": mask,
+            "images": old["images"],
+            "images_at": columns["at"],
+        }
+    )
+
+
 def reference(
     model: Any, reader: PictureReader, batch: DataProto
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -162,20 +198,25 @@ def reference(
     random = torch.Generator().manual_seed(3)
     weights = torch.randn(mask_BT.shape, generator=random).double() * mask_BT
     found = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    width = batch.batch["input_ids"].shape[1] - T
+    width = batch.batch["input_ids"].shape[1] - mask_BT.shape[1]
+    at_BT = batch.batch.get("images_at", torch.zeros(mask_BT.shape, dtype=torch.int64))
     for row in range(len(batch)):
-        prompt, response = int(batch.batch["attention_mask"][row, :width].sum()), int(mask_BT[row].sum())
+        prompt, response = (
+            int(part.sum()) for part in batch.batch["attention_mask"][row].tensor_split([width])
+        )
         ids = batch.batch["input_ids"][row, width - prompt : width + response][None]
+        of_turns = torch.cat([torch.zeros(prompt, dtype=torch.bool), at_BT[row, :response] != 0])
         arguments: dict[str, Any] = {}
-        if digests := [digest for digest in batch.batch["images"][row].tolist() if digest]:
+        in_order = [*batch.batch["images"][row].tolist(), *at_BT[row].tolist()]
+        if digests := [digest for digest in in_order if digest > 0]:
             pixels = own_pixels(reader, digests)
             arguments = {n: x.double() if x.is_floating_point() else x for n, x in pixels.items()}
-            types = (ids == reader.placeholder) & (torch.arange(ids.shape[1]) < prompt)
+            types = (ids == reader.placeholder) & ((torch.arange(ids.shape[1]) < prompt) | of_turns)
             if hasattr(double.base_model, "get_rope_index"):
                 arguments["mm_token_type_ids"] = types.int()
             if model.config.model_type == "gemma3":
                 arguments["token_type_ids"] = types.long()
-        sampled = (ids == reader.placeholder) & (torch.arange(ids.shape[1]) >= prompt)
+        sampled = (ids == reader.placeholder) & (torch.arange(ids.shape[1]) >= prompt) & ~of_turns
         with embedded_by_hand(double, reader, sampled):
             logits = double(input_ids=ids.masked_fill(sampled, 1), **arguments).logits
         log_probs = logits[0, prompt - 1 : -1].log_softmax(-1)
@@ -196,7 +237,7 @@ def distance(model: Any, gradients: dict[str, Tensor], *, of_encoder: bool = Fal
 
 def pass_over(module: PolicyModel, batch: DataProto, rows: int, weights: Tensor) -> Tensor:
     """Log-probs [B, T] of the role's passes, whose weighted sum is differentiated."""
-    data = DataProto({name: batch.batch[name] for name in COLUMNS})
+    data = DataProto({name: batch.batch[name] for name in (*COLUMNS, "images_at") if name in batch.batch})
     found = torch.zeros(weights.shape)
     for piece in MicroBatching(rows=rows).split(data, packed=bool(module.packed)):
         log_probs = module(columns_of(data, piece, torch.device("cpu")), with_entropy=False)["log_prob"]
@@ -212,8 +253,9 @@ def test_log_probs_and_gradients_are_those_of_the_family_row_by_row(folders, hel
     model = loud(load_causal_lm(folder))
     reader = reader_for(model, folder)
     sampled = samples_of(model, reader, held)
-    mask = sampled.batch["response_mask"].bool()
-    for batch in (sampled, with_placeholders(sampled, reader.placeholder)):
+    turns = with_turns(sampled, reader, held, tokens_of(model, reader, held["c"]))
+    for batch in (sampled, with_placeholders(sampled, reader.placeholder), turns):
+        mask = batch.batch["response_mask"].bool()
         expected, gradients, weights = reference(model, reader, batch)
         if batch is sampled:
             by_rollout = batch.batch["rollout_log_probs"].double()

@@ -65,7 +65,7 @@ class Reader:
     def inputs(self, batch: Mapping[str, Tensor], computed_BL: Tensor | None = None) -> PassInputs:
         """Return the inputs of a pass over padded rows; ``computed_BL``: those computed, if not all."""
         del computed_BL
-        if "images" in batch:
+        if "images" in batch or "images_at" in batch:
             raise ModelError(
                 "a batch has pictures (the column images), and the model was loaded to read text: call "
                 "set_pictures of its group before init_model, as strop does for a data set with pictures"

@@ -48,6 +48,8 @@ def first_with_prompt(batch: Mapping[str, Tensor]) -> Tensor:
     prompts_BP = on_cpu(batch, "input_ids")[:, :width].masked_fill(~mask_BP, -1)
     if "images" in batch:  # equal tokens are of other pictures
         prompts_BP = torch.cat([prompts_BP, on_cpu(batch, "images")], dim=1)
+    if "images_at" in batch and batch["images_at"].shape[1] > batch["response_mask"].shape[1]:  # of leaves
+        prompts_BP = torch.cat([prompts_BP, on_cpu(batch, "images_at")[:, :width]], dim=1)
     firsts: dict[bytes, int] = {}  # torch.unique(dim=0) takes ten times as long
     rows = enumerate(prompts_BP.numpy())
     return torch.tensor([firsts.setdefault(prompt.tobytes(), row) for row, prompt in rows])

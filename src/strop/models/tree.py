@@ -72,7 +72,10 @@ class Leaves:
         }
         rows, places = place_SL // self._length, place_SL % self._length - self._width
         if "images" in columns:
-            found["images"] = columns["images"][rows.amax(dim=1)]
+            has_prompt_S1 = (real_SL & (places < 0)).any(dim=1, keepdim=True)
+            found["images"] = columns["images"][rows.amax(dim=1)] * has_prompt_S1
+        if "images_at" in columns:
+            found["images_at"] = columns["images_at"][rows, places.clamp(min=0)] * (real_SL & (places >= 0))
         for name in _AT_SAMPLED & columns.keys():
             found[name] = columns[name][rows, places.clamp(min=0)][:, split:]
         return found

@@ -1,8 +1,9 @@
 """Pictures in forward passes: the arguments, positions and masks that a family takes for them.
 
 A batch has the column ``images`` [B, I], the digests of each row's pictures (``strop.pictures``), and each
-picture's placeholder repeated in its prompt, once for each of its tokens. The family's own forward pass puts
-the encoder's features there. A policy can sample a placeholder, too: that is a token like any other.
+picture's placeholder repeated in its prompt, once for each of its tokens; ``images_at`` [B, T] names those
+that came in turns. The family's own forward pass puts the encoder's features there. A policy can sample a
+placeholder, too: that is a token like any other.
 
 Shapes: B rows, L columns, P of them prompt, I pictures of a row, N computed tokens of a packed row.
 """
@@ -136,22 +137,27 @@ class PictureReader(Reader):
     def inputs(self, batch: Mapping[str, Tensor], computed_BL: Tensor | None = None) -> PassInputs:
         """See ``Reader``; pictures of rows whose prompts are not among the computed tokens are left out."""
         plain = PassInputs(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
-        if "images" not in batch:
+        if "images" not in batch and "images_at" not in batch:
             return plain
         device = batch["input_ids"].device
-        ids_BL, images_BI = on_cpu(batch, "input_ids"), on_cpu(batch, "images")
-        mask_BL = on_cpu(batch, "attention_mask").bool()
-        of_picture_BL, sampled_BL = self._placeholders(ids_BL, mask_BL, _prompt_end(batch))
+        ids_BL, mask_BL = on_cpu(batch, "input_ids"), on_cpu(batch, "attention_mask").bool()
+        images_BI = on_cpu(batch, "images") if "images" in batch else ids_BL[:, :0]
+        prompt_BL, at_BL = torch.arange(ids_BL.shape[1]) < _prompt_end(batch), _images_at(batch)
+        marks_BL = (ids_BL == self.placeholder) & mask_BL
+        of_picture_BL = marks_BL & (prompt_BL | (at_BL != 0))
+        sampled_BL = marks_BL & ~of_picture_BL
         if (images_BI.any(dim=1) & mask_BL.any(dim=1) & ~of_picture_BL.any(dim=1)).any():
             raise ModelError(
                 f"a prompt has pictures and no token {self.placeholder}, which stands for one in the "
                 f"configuration of {type(self.model).__name__} of {self.model.name_or_path}: use models of "
                 "one family in all roles, with the tokenizer and processor that belong to them"
             )
-        rows_B = (of_picture_BL if computed_BL is None else of_picture_BL & computed_BL).any(dim=1)
-        digests = _digests(images_BI[rows_B])
+        seen_BL = mask_BL if computed_BL is None else computed_BL
+        in_prompt_B1 = (of_picture_BL & seen_BL & (at_BL == 0)).any(dim=1, keepdim=True)
+        digests = _digests(torch.cat([images_BI * in_prompt_B1, at_BL * seen_BL], dim=1))
         if not digests:
             return self._without_pictures(plain)
+        images_BI = torch.cat([images_BI, at_BL], dim=1)
         positions = self._positions(ids_BL, mask_BL, of_picture_BL, images_BI)
         return PictureInputs(
             input_ids=send(ids_BL.masked_fill(sampled_BL, self._other), device),
@@ -179,12 +185,6 @@ class PictureReader(Reader):
         if self._counts_places:
             arguments["mm_token_type_ids"] = types_BL
         return {**arguments, **self._pixels(digests, device)}
-
-    def _placeholders(self, ids_BL: Tensor, mask_BL: Tensor, end: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Return which tokens [B, L] are of pictures, and which placeholders were sampled (from ``end``)."""
-        marks_BL = (ids_BL == self.placeholder) & mask_BL
-        prompt_BL = torch.arange(ids_BL.shape[1]) < end
-        return marks_BL & prompt_BL, marks_BL & ~prompt_BL
 
     def _positions(
         self, ids_BL: Tensor, mask_BL: Tensor, of_picture_BL: Tensor, images_BI: Tensor
@@ -356,6 +356,15 @@ def _prompt_end(batch: Mapping[str, Tensor]) -> Tensor | int:
     return prompt_width(batch) if "response_mask" in batch else batch["input_ids"].shape[1]
 
 
+def _images_at(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the column of pictures that came in turns, in all columns [B, L]."""
+    length = batch["input_ids"].shape[1]
+    if "images_at" not in batch:
+        return torch.zeros_like(on_cpu(batch, "input_ids"))
+    at_BT = on_cpu(batch, "images_at")
+    return nn.functional.pad(at_BT, (length - at_BT.shape[1], 0))
+
+
 def _noise(random: np.random.Generator, width: int, height: int) -> bytes:
     """Return the file of a picture of random colours."""
     pixels = random.integers(256, size=(height, width, 3), dtype=np.uint8)
@@ -363,7 +372,7 @@ def _noise(random: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def _digests(images_BI: Tensor) -> list[int]:
-    return images_BI[images_BI != 0].tolist()
+    return images_BI[images_BI > 0].tolist()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ import torch
 
 from strop.algorithms.token_tree import plain
 from strop.config.backends import ROLLOUTS, load_backend
+from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.errors import ConfigError, DataError, TrainingError
 from strop.protocol import DataProto
 
@@ -204,6 +206,15 @@ class RolloutSpec:
     program_pool: ProgramPool | None = None
     """The processes of agent programs, whose sessions samples are; None: samples are no sessions."""
 
+    @cached_property
+    def picture_texts(self) -> PromptPictures | None:
+        """The texts of pictures, by the model's processor; None where rows have none."""
+        if not self.max_pictures:
+            return None
+        data = self.config.data
+        bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+        return PromptPictures(load_processor(self.model["path"], self.tokenizer, **bounds))
+
 
 def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
     """Import and construct the back-end ``name``, on the actor's module if there is one that it can share.
@@ -222,6 +233,8 @@ def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
     return load_backend("strop.rollout.agents:AgentRollout")(engine, spec)  # needs aiohttp
 
 
+MANY = 999
+"""Pictures of a context where only its length bounds them; vLLM's own default."""
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 

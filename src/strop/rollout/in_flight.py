@@ -18,13 +18,16 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from strop.columns import ENDED_BY
+from strop.data.pictures.parts import digests_of
 from strop.errors import CheckpointError, TrainingError, portable
+from strop.pictures import Picture, alive, held
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
@@ -89,12 +92,13 @@ class InFlight:
         *,
         turn_length: int | None = None,
         limits: Sequence[int] | None = None,
+        shows_pictures: bool = False,
     ) -> None:
         """Begin with no tokens; ``DataError`` for prompts that ``seeds_of`` refuses.
 
         Where ranks generate each other's samples, ``of_ranks`` has the prompts of all, and ``prompts`` those
         of ``rank``. ``turn_length``: most tokens of a turn; None: samples have no turns. ``limits``: most
-        tokens of each sample, instead of ``max_tokens``.
+        tokens of each sample, instead of ``max_tokens``. ``shows_pictures``: turns may bring pictures.
         """
         self.prompts, self.params, self.turn_length = prompts, params, turn_length
         self.seeds: list[int] = []
@@ -115,6 +119,12 @@ class InFlight:
         self.tokens = torch.zeros(rows, params.max_tokens, dtype=torch.long)
         self.log_probs = torch.zeros(rows, params.max_tokens)
         self.versions = torch.full((rows, params.max_tokens), -1, dtype=torch.int32)
+        self.images_at = torch.zeros(rows, params.max_tokens, dtype=torch.long) if shows_pictures else None
+        """See ``strop.pictures``; None: turns are text."""
+        self.images_before: list[list[int]] = []
+        """The same of the last tokens of each prompt, where it is a context of turns; else empty."""
+        self.files: dict[int, Picture] = {}
+        """The pictures of turns."""
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.limits = torch.tensor(limits if limits is not None else [params.max_tokens] * rows)
         self.stopped = torch.zeros(rows, dtype=torch.bool)
@@ -146,6 +156,17 @@ class InFlight:
         first = self.own.start // self.params.n
         self.prompt_ids[first : first + len(prompts)] = [torch.tensor(ids) for ids in prompts]
 
+    def pictures_of(self, row: int) -> list[int]:
+        """Return the digests of the pictures of a sample's prompt."""
+        return digests_of(self.images[row // self.params.n].tolist()) if self.images else []
+
+    def images_at_of(self, row: int) -> list[int]:
+        """Return the column ``images_at`` of a sample's last tokens: those among which some were sampled."""
+        before = self.images_before[row // self.params.n] if self.images_before else []
+        length = int(self.lengths[row])
+        own = [0] * length if self.images_at is None else self.images_at[row, :length].tolist()
+        return [*before, *own]
+
     @property
     def complete(self) -> Tensor:
         """Samples [R] that are complete: with a stop token, or ``max_tokens`` tokens; with turns, ended."""
@@ -163,6 +184,10 @@ class InFlight:
         """Samples [R] whose turn has ended, for which an environment is to answer."""
         return ~self.complete & self.stopped
 
+    def files_of(self, images_at: Sequence[int]) -> dict[int, Picture]:
+        """Return the pictures of turns that a column names."""
+        return {digest: self.files[digest] for digest in digests_of(images_at)}
+
     def room(self, row: int) -> int:
         """Return how many tokens the turn of a sample may still get."""
         left = int(self.limits[row] - self.lengths[row])
@@ -170,13 +195,25 @@ class InFlight:
             return left
         return min(left, self.turn_length - int(self.lengths[row] - self.begun[row]))
 
-    def insert(self, row: int, ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample, and begin a turn; end the sample without room."""
+    def insert(
+        self,
+        row: int,
+        ids: Sequence[int],
+        images_at: Sequence[int] = (),
+        files: Mapping[int, Picture] = MappingProxyType({}),
+    ) -> None:
+        """Append tokens that the policy did not sample, and begin a turn; end the sample without room.
+
+        ``images_at`` and ``files``: the pictures among them.
+        """
         first = int(self.lengths[row])
         if first + len(ids) >= self.params.max_tokens:
             self.end(row, "length")
             return
         self.tokens[row, first : first + len(ids)] = torch.tensor(ids)
+        if images_at and self.images_at is not None:
+            self.images_at[row, first : first + len(ids)] = torch.tensor(images_at)
+            self.files |= files
         self.lengths[row] = self.begun[row] = first + len(ids)
         self.stopped[row] = False
         self._seed_turn(row)
@@ -189,7 +226,11 @@ class InFlight:
         """Set the seed of a sample's last turn, a function of its own seed and of the tokens before."""
         if not self.seeds or not self.begun[row]:
             return
-        context = [*self.prompt_ids[row // self.params.n].tolist(), *self.ids(row)[: int(self.begun[row])]]
+        begun = int(self.begun[row])
+        context = [*self.prompt_ids[row // self.params.n].tolist(), *self.ids(row)[:begun]]
+        context += self.pictures_of(row)
+        if self.images_at is not None:
+            context += digests_of(self.images_at[row, :begun].tolist())
         text = ",".join(map(str, (self.seeds[row], *context)))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         self.turn_seeds[row] = int.from_bytes(digest, "big") >> 1  # vLLM's seeds are signed
@@ -238,6 +279,11 @@ class InFlight:
         columns = (self.tokens, self.log_probs, self.lengths, truncated)
         samples = Samples(*(column[self.own] for column in columns), sampled)
         found = answer(self.prompts, self.params, samples, **options)
+        if self.images_at is not None:
+            device = found.batch["responses"].device
+            images_at = self.images_at[self.own]
+            files = [*map(self.files_of, images_at.tolist())]
+            found = found.union(with_files(images_at.to(device), files))
         return found if sampled is None else found.union(self._of_turns(sampled))
 
     def _of_turns(self, sampled: Tensor) -> DataProto:
@@ -250,6 +296,8 @@ class InFlight:
         longest = int(self.lengths.max())
         columns = {name: getattr(self, name)[:, :longest].clone() for name in _COLUMNS}
         columns |= {name: getattr(self, name).clone() for name in _ROWS}
+        if self.images_at is not None:
+            columns |= {"images_at": self.images_at[:, :longest].clone(), "files": packed_files(self.files)}
         if self.turn_length is None:
             return columns
         prompts = [ids.tolist() for ids in self.prompt_ids]
@@ -273,6 +321,8 @@ class InFlight:
         for name in _ROWS:
             if name in state:  # checkpoints from before there were turns lack two
                 getattr(self, name).copy_(state[name])
+        if self.images_at is not None and "images_at" in state:
+            self.images_at[:, :longest], self.files = state["images_at"], unpacked_files(state["files"])
         if self.turn_length is not None:
             self.records = [Record.of(saved) for saved in state["records"]]
             for number, (ids, saved) in enumerate(zip(self.prompt_ids, state["prompts"], strict=True)):
@@ -283,6 +333,22 @@ class InFlight:
                     )
         for row in range(rows):
             self._seed_turn(row)
+
+
+def with_files(images_at: Tensor, files: Sequence[Mapping[int, Picture]]) -> DataProto:
+    """Return the columns of pictures that came in turns: ``images_at``, and the files of each row."""
+    return DataProto({"images_at": images_at}, {"image_files": np.array(files, object)})
+
+
+def packed_files(files: Mapping[int, Picture]) -> dict[int, Any]:
+    """Return pictures as plain values for ``torch.save``."""
+    contents = {digest: (bytearray(held(digest)), files[digest].where) for digest in files}
+    return {digest: (torch.frombuffer(file, dtype=torch.uint8), w) for digest, (file, w) in contents.items()}
+
+
+def unpacked_files(packed: Mapping[int, Any]) -> dict[int, Picture]:
+    """Return the pictures of ``packed_files``."""
+    return {digest: alive(file.numpy().tobytes(), where) for digest, (file, where) in packed.items()}
 
 
 Place = tuple[InFlight, int]
@@ -313,16 +379,20 @@ def exchange(waiting: Sequence[Place], answer: Callable[[Sequence[Place]], None]
         if batch.own.start <= row < batch.own.stop
     }
 
-    def answered() -> dict[int, tuple[int, list[int]]]:
+    def answered() -> dict[int, tuple[int, list[int], list[int], dict[int, Picture]]]:
         answer([*own.values()])
-        return {number: (int(batch.ended[row]), batch.ids(row)) for number, (batch, row) in own.items()}
+        return {
+            number: (int(batch.ended[row]), batch.ids(row), at := batch.images_at_of(row), batch.files_of(at))
+            for number, (batch, row) in own.items()
+        }
 
     for found in together(answered, gather):
         for number in found.keys() - own.keys():
-            (batch, row), (ended, ids) = waiting[number], found[number]
+            (batch, row), (ended, ids, images_at, files) = waiting[number], found[number]
             batch.ended[row] = ended
             if not ended:
-                batch.insert(row, ids[int(batch.lengths[row]) :])
+                done = int(batch.lengths[row])
+                batch.insert(row, ids[done:], images_at[done:], files)
 
 
 class Queue:

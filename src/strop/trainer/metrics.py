@@ -277,8 +277,9 @@ def sampler_metrics(batch: DataProto) -> dict[str, float]:
         return {}
     given = tuple(columns[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     metrics = {f"training/rollout_{name}": x for name, x in rollout_statistics(*given)._asdict().items()}
-    if "images" in columns:  # a fault in the way of pictures would drown in rows of text
-        has_pictures_B = columns["images"].any(dim=1)
+    named = [columns[name].any(dim=1) for name in ("images", "images_at") if name in columns]
+    if named:  # a fault in the way of pictures would drown in rows of text
+        has_pictures_B = named[0] | named[-1]
         for name, rows_B in (("pictures", has_pictures_B), ("text", ~has_pictures_B)):
             if rows_B.any():
                 found = rollout_statistics(*(column[rows_B] for column in given))

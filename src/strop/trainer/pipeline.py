@@ -16,11 +16,12 @@ complete only later: the checkpoint is whole then, and until then the one before
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from strop.checkpoint.store import IN_FLIGHT
@@ -29,6 +30,7 @@ from strop.controller.group import Future
 from strop.data.loader import PromptLoader
 from strop.files import crash_point
 from strop.protocol import DataProto
+from strop.rollout.in_flight import packed_files, unpacked_files
 from strop.tracking.timeline import Interval
 from strop.trainer.group_filter import GroupFilter
 from strop.trainer.metrics import PhaseTimer
@@ -269,6 +271,8 @@ class Pipeline:
         prompts = {number: self.ppo.named(self.loader.batch(number), number) for number in numbers}
         rows = [prompts[number][[row]] for number, row in places[:: self.n]]
         columns = DataProto.concat(rows).repeat(self.n).non_tensor_batch
+        if "files" in saved:
+            columns["image_files"] = np.full(len(saved["uids"]), unpacked_files(saved["files"]), object)
         return DataProto(saved["tensors"], columns, saved["meta_info"])
 
     def wait(self) -> None:
@@ -291,4 +295,7 @@ def _save(scored: DataProto, path: Path) -> None:
     tensors = {name: column.clone() for name, column in scored.batch.items()}
     uids = scored.non_tensor_batch["uid"].tolist()
     meta_info = {name: value for name, value in scored.meta_info.items() if not name.startswith("generation")}
-    torch.save({"tensors": tensors, "uids": uids, "meta_info": meta_info}, path)
+    found = {"tensors": tensors, "uids": uids, "meta_info": meta_info}
+    if "image_files" in scored.non_tensor_batch:
+        found["files"] = packed_files(dict(ChainMap(*scored.non_tensor_batch["image_files"])))
+    torch.save(found, path)

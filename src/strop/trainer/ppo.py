@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,11 +79,13 @@ class _Sampling(NamedTuple):
 
     call: Future
     scores: PendingScores
+    received: Callable[[DataProto], None]
 
     def finish(self, timer: PhaseTimer, phase: str) -> DataProto:
         """Wait for the samples, and hand them to the scorers."""
         with timer.phase(phase):
             batch = self.call.get()
+        self.received(batch)
         with timer.phase("reward"):
             self.scores.complete(batch)
         return batch
@@ -136,7 +139,7 @@ def loss_inputs(config: Config) -> list[str]:
 
 def _with_inputs(batch: DataProto, *names: str) -> DataProto:
     """Return the columns of the models' passes and those of these names."""
-    optional = (name for name in ("follows", "images") if name in batch.batch)
+    optional = (name for name in ("follows", "images", "images_at") if name in batch.batch)
     return batch.select(*_MODEL_INPUTS, *optional, *names)
 
 
@@ -212,13 +215,14 @@ class PPO:
         loading = self.weights.to_rollout(timer := PhaseTimer(self.progress.phases))
         # a numbered batch has rollout_versions; without a number all samples are of one version
         number = batch if is_off_policy(self.config) else None
-        sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, self._phases[0])
+        request = self._request(prompts, seeds_PN, "train", number)
+        sampled = self._start(request, batch, timer, self._phases[0])
         greedy = None
         if "baseline_scores" in self._estimator_needs:  # ReMax: the score of the greedy response
             with sampled.scores.cancelled_on_error():
                 # one response each, of which the seed is not used
                 request = self._request(prompts, seeds_PN[:, :1], "greedy", number)
-                greedy = self._start(request, timer, self._phases[1])
+                greedy = self._start(request, batch, timer, self._phases[1])
         return Generation(batch, loading, sampled, greedy, timer)
 
     def finish(self, generation: Generation, *, timer: PhaseTimer | None = None) -> Samples:
@@ -312,14 +316,14 @@ class PPO:
         """Return True once the critic's warm-up is over."""
         return iteration > self.critic_warmup
 
-    def _start(self, request: DataProto, timer: PhaseTimer, phase: str) -> _Sampling:
+    def _start(self, request: DataProto, batch: int, timer: PhaseTimer, phase: str) -> _Sampling:
         n, reward_model = request.batch["seeds"].shape[1], self.groups.reward_model
         scores = PendingScores(request, n, self.reward_fn, reward_model, self._score_check)
         advanced = self.progress.generating(n * len(request))
         callbacks = {"finished": scores.finished, "advanced": advanced}
         with scores.cancelled_on_error(), timer.phase(phase):
             call = self.groups.rollout.generate_sequences.start(request, **callbacks)
-        return _Sampling(call, scores)
+        return _Sampling(call, scores, partial(self._sent_pictures.send, number=batch))
 
     def generate(
         self,
@@ -334,7 +338,9 @@ class PPO:
         for call in self.weights.to_rollout(timer):
             call.get()
         self._sent_pictures.send(prompts)
-        return self.groups.rollout.generate_sequences(self._request(prompts, seeds_PN, mode), **callbacks)
+        batch = self.groups.rollout.generate_sequences(self._request(prompts, seeds_PN, mode), **callbacks)
+        self._sent_pictures.send(batch)  # a reward model reads those of turns
+        return batch
 
     def _request(
         self, prompts: DataProto, seeds_PN: Tensor, mode: str, batch: int | None = None

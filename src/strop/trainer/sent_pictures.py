@@ -22,9 +22,8 @@ class SentPictures:
 
     def send(self, batch: DataProto, number: int = 0) -> None:
         """Have the groups hold the pictures of a batch until ``drop`` of this number, or of a later one."""
-        if "images" not in batch.batch:
-            return
-        digests = set(batch.batch["images"].flatten().tolist()) - {0}
+        columns = [batch.batch[name] for name in ("images", "images_at") if name in batch.batch]
+        digests = {digest for column in columns for digest in column[column > 0].tolist()}
         if new := digests - self._last.keys():
             files = pictures.files(new)
             for group in self._groups:

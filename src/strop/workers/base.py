@@ -78,6 +78,7 @@ class Worker(Generic[Root]):
         prefer_expandable_segments(config, name_of(role), self.device)
         keep_freed_memory(self.device)
         self.phases: set[str] = set()
+        self._pictures: dict[int, pictures.Picture] = {}
 
     @register(Dispatch.ONE_TO_ALL)
     def set_pictures(self, most: int) -> None:
@@ -87,12 +88,13 @@ class Worker(Generic[Root]):
     @register(Dispatch.ONE_TO_ALL)
     def hold_pictures(self, files: Mapping[int, pictures.Picture]) -> None:
         """Keep pictures that later calls name by their digests."""
-        pictures.add(files)
+        self._pictures |= files
 
     @register(Dispatch.ONE_TO_ALL)
     def forget_pictures(self, digests: Sequence[int]) -> None:
         """Drop pictures that ``hold_pictures`` brought."""
-        pictures.forget(digests)
+        for digest in digests:
+            self._pictures.pop(digest, None)
 
     def image_processor_of(self, folder: Path) -> Any | None:
         """Return the image processor of a model's folder; None for rows of text."""

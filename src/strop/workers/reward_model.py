@@ -63,4 +63,4 @@ class RewardModelWorker(RoleWorker):
             return self.rewriter(batch)
         columns = ("input_ids", "attention_mask", "position_ids", "response_mask")
         # packed passes need response_mask to share prompts between samples
-        return batch.select(*columns, *(("images",) if "images" in batch.batch else ()))
+        return batch.select(*columns, *(name for name in ("images", "images_at") if name in batch.batch))

@@ -15,7 +15,7 @@ import numpy as np
 from strop import pictures
 from strop.config.memory.shapes import FLOAT32, PictureBytes
 from strop.data.fetch import progress_bar
-from strop.data.pictures.parts import Expansion
+from strop.data.pictures.parts import Expansion, Shown
 from strop.errors import DataError, ModelError, raised_as
 
 
@@ -34,13 +34,18 @@ class PromptPictures:
         self.placeholder: str = getattr(processor, "image_token", None) or ""
         if not self.placeholder:
             raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")
+        self.mark: int = processor.tokenizer.convert_tokens_to_ids(self.placeholder)
         self._texts: dict[tuple[int, int], str] = {}
         self._counts: dict[tuple[int, int], tuple[int, int]] = {}
+        self._tokens: dict[tuple[int, int], tuple[list[int], list[int], list[int]]] = {}
 
     def expansions(self, start: int, stop: int) -> list[Expansion]:
         """Return those of rows ``start`` to ``stop``; the processor runs once for each size of picture."""
-        rows = self.images[start:stop]
-        return [Expansion(self.placeholder, tuple(map(self._text_of, row))) for row in rows]
+        return [*map(self.expansion, self.images[start:stop])]
+
+    def expansion(self, digests: Sequence[int]) -> Expansion:
+        """Return that of pictures by their digests."""
+        return Expansion(self.placeholder, tuple(map(self._text_of, digests)))
 
     def tokens(self, digest: int) -> int:
         """Return the number of placeholders of a picture, in whose places its features stand."""
@@ -67,7 +72,7 @@ class PromptPictures:
     def memory(self) -> PictureBytes:
         """Return the bytes of the pictures and of their processed pixels."""
         each = dict.fromkeys(digest for row in self.images for digest in row)
-        files = (file for file, *_ in pictures.files(each).values())
+        files = (picture.file for picture in pictures.files(each).values())
         return PictureBytes(
             FLOAT32 * max(sum(map(self.pixels, row)) for row in self.images),
             FLOAT32 * sum(map(self.pixels, each)),
@@ -132,21 +137,42 @@ class PromptPictures:
                     "follow from its size; pictures of this family are not supported"
                 )
 
-    def unexpanded(self, ids: Sequence[int], digests: Sequence[int]) -> list[int]:
-        """Return token ids with one placeholder for each picture, as vLLM takes them.
+    def images_at(self, ids: Sequence[int], digests: Sequence[int]) -> list[int]:
+        """Return the column ``images_at`` of ids that a chat template wrote, with these pictures in order.
 
         Raises ``ValueError`` if the tokens of a picture are not found.
         """
-        tokenizer, short, rest = self.processor.tokenizer, [], list(ids)
-        placeholder = tokenizer.convert_tokens_to_ids(self.placeholder)
+        found, ids, end = [0] * len(ids), list(ids), 0
         for digest in digests:
-            tokens = tokenizer(self._text_of(digest), add_special_tokens=False)["input_ids"]
-            starts = (start for start, first in enumerate(rest) if first == tokens[0])
-            start = next((start for start in starts if rest[start : start + len(tokens)] == tokens), None)
-            if start is None:
+            # Gemma's line ends around a picture's own tokens merge with those of a text, or of another one
+            before, own, after = self._tokens_of(digest)
+            starts = (place for place in range(end, len(ids)) if ids[place] == own[0])
+            start = next((place for place in starts if ids[place : place + len(own)] == own), -1)
+            if start < 0:
                 raise ValueError("the tokens of a picture are not in the prompt")
-            short, rest = [*short, *rest[:start], placeholder], rest[start + len(tokens) :]
-        return [*short, *rest]
+            end = start + len(own)
+            start -= len(before) if ids[max(start - len(before), 0) : start] == before else 0
+            end += len(after) if ids[end : end + len(after)] == after else 0
+            found[start:end] = [digest, *[-1] * (end - start - 1)]
+        return found
+
+    def shown(self, ids: Sequence[int], digests: Sequence[int]) -> Shown:
+        """Return ids that a chat template wrote with their pictures."""
+        return Shown(list(ids), tuple(self.images_at(ids, digests)) if digests else ())
+
+    def unexpanded(self, ids: Sequence[int], images_at: Sequence[int]) -> list[int]:
+        """Return token ids with one placeholder for each picture, as vLLM takes them."""
+        pairs = zip(ids, images_at, strict=True)
+        return [self.mark if digest else token for token, digest in pairs if digest >= 0]
+
+    def _tokens_of(self, digest: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the tokens of a picture from its first placeholder to its last, and those around them."""
+        size = pictures.size(digest)
+        if size not in self._tokens:
+            ids = self.processor.tokenizer(self._text_of(digest), add_special_tokens=False)["input_ids"]
+            first, last = ids.index(self.mark), len(ids) - ids[::-1].index(self.mark)
+            self._tokens[size] = ids[:first], ids[first:last], ids[last:]
+        return self._tokens[size]
 
     def _counts_of(self, digest: int) -> tuple[int, int]:
         if (size := pictures.size(digest)) not in self._counts:

@@ -32,6 +32,14 @@ class Expansion(NamedTuple):
         return first + "".join(map("".join, zip(self.texts, others, strict=True)))
 
 
+class Shown(NamedTuple):
+    """Token ids that a chat template wrote."""
+
+    ids: list[int]
+    images_at: tuple[int, ...] = ()
+    """The column of this name, of ``strop.pictures``; empty without pictures."""
+
+
 def is_place(part: Any) -> bool:
     """Return True for a part that stands for a picture."""
     return isinstance(part, Mapping) and part.get("type") in _KINDS
@@ -100,6 +108,32 @@ def with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[
     if found != count:
         raise PromptError(0, f"the messages have {found} {kind}, and the row has {count} pictures")
     return [{**message, "content": [_bare(part) for part in message["content"]]} for message in chat]
+
+
+def with_pictures(
+    messages: Sequence[Mapping[str, Any]], pictures: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages as ``with_places`` does, with these parts in the places."""
+    left = iter(pictures)
+    chat = with_places(messages, len(pictures))
+    for message in chat:
+        message["content"] = [next(left) if is_place(part) else part for part in message["content"]]
+    return chat
+
+
+def named(digest: int) -> dict[str, str]:
+    """Return the part with a picture that is held."""
+    return {"type": "image", "image": f"{digest:016x}"}
+
+
+def digests_in(messages: Sequence[Any]) -> list[int]:
+    """Return the digests of the pictures of messages whose parts ``named`` made."""
+    return [int(part["image"], 16) for part in places(messages)]
+
+
+def digests_of(images_at: Sequence[int]) -> list[int]:
+    """Return the digests of the pictures that a column names, in their order."""
+    return [digest for digest in images_at if digest > 0]
 
 
 def _bare(part: dict[str, Any]) -> dict[str, Any]:

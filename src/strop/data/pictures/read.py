@@ -7,7 +7,7 @@ import binascii
 import functools
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from strop import pictures
-from strop.data.pictures.parts import is_place, parts_problem, picture_in, places
+from strop.data.pictures.parts import is_place, named, parts_problem, picture_in, places
 from strop.errors import DataError, raised_as
+from strop.pictures import Picture
 
 COLUMNS = ("images", "image")
 """Columns of pictures where ``data.image_key`` is ``auto``, the first one that has values."""
@@ -105,6 +106,40 @@ def _decoded(url: str, where: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise DataError(f"{where}: the data URL is not base64: {error}") from error
+
+
+def sendable(parts: Sequence[Any]) -> list[Any]:
+    """Return the parts of an answer with each picture, such as bytes or a path, as a data URL."""
+    found = []
+    for part in parts:
+        picture = picture_in(part) if is_place(part) else part if hasattr(part, "getexif") else None
+        if isinstance(picture, Path) or (isinstance(picture, str) and ":" not in picture[:8]):
+            picture = Path(picture).expanduser().read_bytes()
+        found.append(part if picture is None else _as_urls({"type": "image", "image": picture}))
+    return found
+
+
+def alive_parts(content: Sequence[Any], where: str) -> tuple[str | list[dict[str, Any]], list[Picture]]:
+    """Return the content of a message in a turn, its pictures named by digest, and the pictures.
+
+    Texts alone are one text. Raises :class:`DataError` for what is no part, or has no data URL of a picture.
+    """
+    if problem := parts_problem(content):
+        raise DataError(f"{where}: {problem}")
+    parts, found = [], []
+    for part in content:
+        if is_place(part):
+            url = picture_in(part)
+            if not isinstance(url, str) or not url.startswith("data:"):
+                raise DataError(
+                    f"{where}: expected the picture as a data URL (data:image/png;base64,...), found "
+                    f"{url!r:.60}; pictures are not downloaded in a run"
+                )
+            found.append(pictures.alive(_decoded(url, where), where))
+            parts.append(named(found[-1].digest))
+        else:  # no tokenizer takes lone surrogates
+            parts.append({"type": "text", "text": part["text"].encode(errors="replace").decode()})
+    return (parts, found) if found else ("".join(part["text"] for part in parts), [])
 
 
 def _without_pictures(message: Any) -> Any:

@@ -314,7 +314,7 @@ class TorchEngine:
         self._offload.bring_parameters()
         self.module.train()
         batch = DataProto(batch.batch)  # as in infer
-        self._has_pictures = "images" in batch.batch
+        self._has_pictures = not batch.batch.keys().isdisjoint(("images", "images_at"))
         totals: dict[str, Tensor] = {}
         group, routers = self.module.sequence_group, self.module.routers
         counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once

@@ -42,13 +42,17 @@ class Contexts:
     position_ids: Tensor
     of_row: Tensor
     pictures: Mapping[str, Tensor]
-    """Of prompts with pictures: ``images`` [B, I], and the tokens ``continued`` [B] after the prompt."""
+    """Of contexts with pictures: ``images`` [B, I], the tokens ``continued`` [B] after the prompt, and
+    ``images_at`` [B, most of these]."""
 
     def columns(self, chosen: Tensor, width: int) -> Mapping[str, Tensor]:
         """Return the last ``width`` columns of the ``chosen`` contexts, as a batch has them."""
         names = ("input_ids", "attention_mask", "position_ids")
         columns = {name: getattr(self, name)[chosen, -width:] for name in names}
-        return {**columns, **{name: column[chosen.cpu()] for name, column in self.pictures.items()}}
+        pictures = {name: column[chosen.cpu()] for name, column in self.pictures.items()}
+        if "images_at" in pictures:
+            pictures["images_at"] = pictures["images_at"][:, -width:]
+        return {**columns, **pictures}
 
     @classmethod
     def pad(

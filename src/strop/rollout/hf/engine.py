@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ class HFRollout(QueuedRollout):
                 finished=None if finished is None else _reporting(part[:first], finished),
                 advanced=advanced if first else None,
                 # between turns positions go on from the number of tokens, which pictures change
-                kept=kept if len(rows) <= size and not oldest.images else None,
+                kept=kept if len(rows) <= size and not _has_pictures(oldest) else None,
                 names=[row.name for row in part],
             )
             _append(part, samples, version)
@@ -259,7 +259,8 @@ def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
     """Return what the rows continue; rows without a token share the context of their prompt."""
     shared: dict[int, int] = {}
     contexts: list[Tensor] = []
-    of_row, images, continued = [], [], []
+    of_row, images, images_at = [], [], []
+    has_pictures = any(_has_pictures(row.batch) for row in part)
     for batch, sample, length in part:
         prompt, place = sample // batch.params.n, len(contexts)
         if length:
@@ -267,13 +268,21 @@ def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
         elif (place := shared.setdefault(id(batch.prompt_ids[prompt]), place)) == len(contexts):
             contexts.append(batch.prompt_ids[prompt])
         of_row.append(place)
-        if len(images) < len(contexts):
+        if has_pictures and len(images) < len(contexts):
             images.append(batch.images[prompt] if batch.images else torch.empty(0, dtype=torch.long))
-            continued.append(length)
-    if not any(map(len, images)):
+            images_at.append(torch.tensor(batch.images_at_of(sample), dtype=torch.long))
+    if not has_pictures:
         return Contexts.pad(contexts, of_row, device)
-    columns = {"images": pad_sequence(images, batch_first=True), "continued": torch.tensor(continued)}
+    columns = {
+        "images": pad_sequence(images, batch_first=True),
+        "images_at": pad_sequence(images_at, batch_first=True, padding_side="left"),
+        "continued": torch.tensor([*map(len, images_at)]),
+    }
     return Contexts.pad(contexts, of_row, device, columns)
+
+
+def _has_pictures(batch: InFlight) -> bool:
+    return bool(batch.images) or batch.images_at is not None
 
 
 def _uniforms_of(part: Sequence[_Row]) -> Tensor:
@@ -323,7 +332,7 @@ def _eval_mode(model: PreTrainedModel) -> Generator[None]:
 class _TrialTurns:
     """Two turns of a token, with two tokens between them, in place of ``Episodes``."""
 
-    turn_length = 2
+    options: ClassVar[dict[str, Any]] = {"turn_length": 2}
 
     def begin(self, batch: InFlight) -> InFlight:
         return batch

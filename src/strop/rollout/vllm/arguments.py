@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from strop.models.heads import reads_pictures
 from strop.models.loader import dtype_named
-from strop.rollout.base import RolloutSpec
+from strop.rollout.base import MANY, RolloutSpec
 from strop.rollout.in_flight import InFlight, continued_seed
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
@@ -81,7 +81,9 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
         "tensor_parallel_size": ranks,
     }
     if reads_pictures(model):
-        arguments["limit_mm_per_prompt"] = {"image": spec.max_pictures, "video": 0}
+        has_turns = spec.environments is not None or spec.program_pool is not None
+        most = MANY if spec.max_pictures and has_turns else spec.max_pictures
+        arguments["limit_mm_per_prompt"] = {"image": most, "video": 0}
         arguments["mm_processor_cache_gb"] = 0
         data = config.data
         bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}

@@ -38,7 +38,8 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from strop import pictures
-from strop.data.pictures.expand import PromptPictures, load_processor
+from strop.data.pictures.expand import PromptPictures
+from strop.data.pictures.parts import digests_of
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids
@@ -148,10 +149,6 @@ class VLLMRollout(QueuedRollout):
         """See ``RolloutEngine.build``; the weights come with the first update."""
         model, _ = defer_causal_lm(**spec.model)
         end_ids = end_token_ids(model, spec.tokenizer)
-        texts, data = None, spec.config.data
-        if spec.max_pictures:
-            bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-            texts = PromptPictures(load_processor(spec.model["path"], spec.tokenizer, **bounds))
         return cls(
             model,
             engine_arguments(spec, model.config),
@@ -163,7 +160,7 @@ class VLLMRollout(QueuedRollout):
             seed_per_sample=seed_per_sample(spec.config),
             rank=spec.rank,
             world_size=spec.world_size,
-            texts=texts,
+            texts=spec.picture_texts,
             episodes=Episodes.of(spec, end_ids),
         )
 
@@ -174,7 +171,7 @@ class VLLMRollout(QueuedRollout):
         of_ranks, rank = gathered(columns.to("cpu")), get_tp_group().rank_in_group
         if (episodes := self._episodes) is None:
             return InFlight(prompts, params, of_ranks, rank)
-        batch = InFlight(prompts, params, of_ranks, rank, turn_length=episodes.turn_length)
+        batch = InFlight(prompts, params, of_ranks, rank, **episodes.options)
         first = batch.own.start // params.n
 
         def begun() -> tuple[list[Tensor], Tensor]:
@@ -299,7 +296,6 @@ class VLLMRollout(QueuedRollout):
                 for output in steps:
                     batch, row = running[output.request_id]
                     (generated,) = output.outputs
-                    _require_prompt(batch, row, output.prompt_token_ids)
                     outputs[output.request_id] = batch, row, generated
                     if not output.finished:
                         continue
@@ -317,17 +313,34 @@ class VLLMRollout(QueuedRollout):
         self._llm.llm_engine.add_request(key, self._prompt(batch, row), self._sampling(batch, row, kind))
 
     def _prompt(self, batch: InFlight, row: int) -> Any:
-        """Return what a request continues; vLLM expands the placeholders of pictures itself."""
-        number = row // batch.params.n
-        prompt, so_far = batch.prompt_ids[number].tolist(), batch.ids(row)
-        digests = [digest for digest in batch.images[number].tolist() if digest] if batch.images else []
+        """Return what a request continues.
+
+        vLLM expands the placeholders of pictures itself: the result is compared with the tokens of the batch.
+        """
+        ids = [*batch.prompt_ids[row // batch.params.n].tolist(), *batch.ids(row)]
+        in_turns = batch.images_at_of(row)
+        digests = [*batch.pictures_of(row), *digests_of(in_turns)]
         if self._texts is None or not digests:
-            return tokens_input(prompt + so_far)
-        return {
-            "prompt_token_ids": self._texts.unexpanded(prompt, digests) + so_far,
+            return tokens_input(ids)
+        first = len(ids) - len(in_turns)
+        images_at = [*self._texts.images_at(ids[:first], batch.pictures_of(row)), *in_turns]
+        mark = self._texts.mark
+        # a placeholder that was sampled before a picture came would be taken for that picture's
+        plain = [
+            int(not mark) if one == mark and not at else one for one, at in zip(ids, images_at, strict=True)
+        ]
+        prompt: Any = {
+            "prompt_token_ids": self._texts.unexpanded(plain, images_at),
             "multi_modal_data": {"image": [pictures.opened(digest) for digest in digests]},
             "multi_modal_uuids": {"image": [f"{digest:016x}" for digest in digests]},
         }
+        (rendered,) = list[Any](self._llm.renderer.render_cmpl([prompt]))
+        if (found := rendered["prompt_token_ids"]) != plain:
+            raise TrainingError(
+                f"vLLM makes other tokens of a prompt's pictures than the data set: {len(found)}, beginning "
+                f"with {found[:20]}, expected {len(plain)}, {plain[:20]}; do the image processors agree?"
+            )
+        return {**rendered, "prompt_token_ids": ids}
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
         """Return the parameters of the request that continues a sample."""
@@ -371,18 +384,6 @@ class VLLMRollout(QueuedRollout):
             self._llm.sleep(level=2)
             self._weights.ledger.forget()
             self._asleep = True
-
-
-def _require_prompt(batch: InFlight, row: int, given: Sequence[int] | None) -> None:
-    """Raise ``TrainingError`` if vLLM has made other tokens of a prompt's pictures than the trainer has."""
-    if not batch.images or given is None:
-        return
-    expected = batch.prompt_ids[row // batch.params.n].tolist()
-    if list(given[: len(expected)]) != expected:
-        raise TrainingError(
-            f"vLLM makes other tokens of a prompt's pictures than the data set: {len(given)}, beginning with "
-            f"{list(given)[:20]}, expected {len(expected)}, {expected[:20]}; do the image processors agree?"
-        )
 
 
 def gathered(value: Any) -> list[Any]:
