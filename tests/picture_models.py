@@ -215,3 +215,14 @@ def make(kind: str, folder: str | Path, *, seed: int = 0, wide: bool = False, sp
     file = {"processor_class": PROCESSORS[kind], "image_processor": images.to_dict(), **options}
     Path(folder, "processor_config.json").write_text(json.dumps(file, default=str, indent=1))
     return Path(folder)
+
+
+def louder(folder: Path, factor: float = 3) -> Path:
+    """Make the weights of a model larger, so that its pictures matter."""
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(factor)
+    model.save_pretrained(folder)
+    return folder

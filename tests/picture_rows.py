@@ -14,6 +14,91 @@ import picture_models
 import runs
 
 REWARD = "def score(response): return len(set(response)) / 4\n"
+APART = (
+    "actor_rollout_ref.hybrid_engine=false",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+    "trainer.worker_group=local",
+)
+SEES = """
+class Sees:
+    def reset(self, images, seed):
+        self.images = images
+        return f"{sum(picture.width for picture in images)} wide, {seed % 10}"
+
+    def respond(self, response, turn):
+        return None if turn == 2 else f"go on, {self.images[turn % len(self.images)].size[0]}"
+"""
+ANSWERS = """
+import base64, io
+import openai
+from PIL import Image
+
+def drawn(seed):
+    file = io.BytesIO()
+    size = 56 + 28 * (seed % 2), 56
+    Image.linear_gradient("L").rotate(7 * seed).resize(size).convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+class Words:
+    def reset(self, extra_info=None):
+        pass
+
+    def respond(self, response, turn):
+        return None if turn == 2 else f"go on, {turn}"
+
+async def words(prompt, base_url, api_key):
+    return await talk(prompt, base_url, api_key, lambda turn: f"go on, {turn}")
+
+def place(uid, turn):
+    return 3 * int(uid.split("-")[-1]) + turn
+
+class Pictures:
+    def reset(self, uid):
+        self.uid = uid
+
+    def respond(self, response, turn):
+        image = {"type": "image", "image": drawn(place(self.uid, turn))}
+        content = [{"type": "text", "text": f"go on, {turn}"}, image][: 2 - turn % 2]
+        return None if turn == 2 else {"role": "user", "content": content}
+
+class Damaged(Words):
+    def respond(self, response, turn):
+        return {"role": "user", "content": [{"type": "image", "image": drawn(0)[:150]}]}
+
+async def pictures(prompt, uid, base_url, api_key):
+    def content(turn):
+        url = "data:image/png;base64," + base64.b64encode(drawn(place(uid, turn))).decode()
+        return [{"type": "text", "text": f"go on, {turn}"}, {"type": "image_url", "image_url": {"url": url}}][
+            : 2 - turn % 2]
+    return await talk(prompt, base_url, api_key, content)
+
+async def others(prompt, uid, base_url, api_key):
+    url = "data:image/png;base64," + base64.b64encode(drawn(place(uid, 5))).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    return await talk([{"role": "user", "content": content}], base_url, api_key, lambda turn: f"{turn}")
+
+async def talk(prompt, base_url, api_key, content):
+    client = openai.AsyncOpenAI(api_key=api_key, base_url=base_url, max_retries=0, timeout=60)
+    messages = [*prompt]
+    for turn in range(3):
+        try:
+            found = await client.chat.completions.create(model="policy", messages=messages)
+        except openai.BadRequestError as error:
+            assert "context_length_exceeded" in str(error), error
+            break
+        messages.append(found.choices[0].message.model_dump(exclude_none=True))
+        if found.choices[0].finish_reason == "length":
+            break
+        messages.append({"role": "user", "content": content(turn)})
+    await client.close()
+    return None
+"""
+TURNS = (
+    "data.max_prompt_length=96",
+    "data.max_response_length=160",
+    f"actor_rollout_ref.rollout.stop_token_ids={[*range(10, 60)]}",  # a random policy seldom ends a turn
+)
 
 
 def picture(seed: int, width: int = 56, height: int = 56) -> bytes:
@@ -69,3 +154,16 @@ def options(inputs: Path, run: Path, *extra: str, kind: str = "smolvlm", rows: s
         "trainer.logger=[jsonl]",
         *extra,
     )
+
+
+def turns(folder: Path) -> tuple[str, ...]:
+    """Return the options of an environment that sees the pictures of prompts."""
+    (folder / "sees.py").write_text(SEES)
+    return (f"environment.path={folder / 'sees.py'}:Sees", "environment.turn_length=12", *TURNS)
+
+
+def answers(folder: Path, name: str) -> tuple[str, ...]:
+    """Return the options of an environment, or in lower case of the program that says the same."""
+    (folder / "answers.py").write_text(ANSWERS)
+    found = f"{folder / 'answers.py'}:{name}"
+    return (f"environment.path={found}" if name[0].isupper() else f"agent.path={found}", *TURNS)

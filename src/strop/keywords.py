@@ -53,7 +53,7 @@ class TrainData(TypedDict, total=False):
     max_pixels: int | None
     """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_images: int | None
-    """Most pictures of a prompt; more are an error. null: the most of any row."""
+    """Most pictures of a prompt; more are an error. null: the most of any row. Turns may bring others."""
     apply_chat_template: Literal["auto"] | bool
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: str | None
@@ -957,7 +957,7 @@ class SftData(TypedDict, total=False):
     max_pixels: int | None
     """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_images: int | None
-    """Most pictures of a prompt; more are an error. null: the most of any row."""
+    """Most pictures of a prompt; more are an error. null: the most of any row. Turns may bring others."""
     apply_chat_template: Literal["auto"] | bool
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: str | None
@@ -1173,7 +1173,7 @@ class TrainRmData(TypedDict, total=False):
     max_pixels: int | None
     """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_images: int | None
-    """Most pictures of a prompt; more are an error. null: the most of any row."""
+    """Most pictures of a prompt; more are an error. null: the most of any row. Turns may bring others."""
     apply_chat_template: Literal["auto"] | bool
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -23,7 +25,7 @@ TURNS = 4
 class Inserts:
     """Answers of 1 to 9 tokens, which follow from the turn; a sample has up to four turns."""
 
-    turn_length = 20
+    options: ClassVar = {"turn_length": 20}
 
     def begin(self, batch):
         return batch

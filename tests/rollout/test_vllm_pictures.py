@@ -91,6 +91,18 @@ def test_probabilities_are_the_trainers_in_every_iteration(inputs, tmp_path, kin
     assert max(found) < 1e-6
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("name", ["Sees", "Pictures", "pictures"])
+def test_turns_with_pictures_are_those_of_the_trainer(inputs, tmp_path, name, steps):
+    model = published("qwen2_5_vl", tmp_path / "model")
+    own = picture_rows.turns(tmp_path) if name == "Sees" else picture_rows.answers(tmp_path, name)
+    ahead = picture_rows.APART if steps else ()
+    options = keys(inputs, model, tmp_path / "run", *own, *ahead, f"trainer.async_steps={steps}")
+    done = forked.run(runs.train, options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert max(differences(tmp_path / "run")) < (1e-6 if not steps else 0.1)
+
+
 def _train_with_a_stale_cache(options: list[str]) -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -90,7 +90,7 @@ class Script:
         self.batch = InFlight(
             collate(each, pad_token_id=0, max_prompt_length=100 + max(map(len, ids))).union(seeds),
             SamplingParams(max_tokens=max_tokens, n=n),
-            turn_length=self.episodes.turn_length,
+            **self.episodes.options,
         )
         self.episodes.begin(self.batch)
 

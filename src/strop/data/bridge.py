@@ -18,12 +18,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strop.data.control_tokens import control_tokens
+from strop.data.control_tokens import PromptError, control_tokens
+from strop.data.pictures.parts import Shown, as_parts, digests_in
 from strop.data.prompts import AUTO, PromptFormat, as_taken
 from strop.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from strop.data.pictures.expand import PromptPictures
 
 _MARK, _PROBE, _THOUGHT = "zqxjkvbp", "wvfqzjkx", "kjwzxqvf"
 _THINKING = "<think>\n{}\n</think>\n\n"
@@ -58,11 +61,12 @@ class Bridge:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         answer_role: str = "auto",
+        pictures: PromptPictures | None = None,
     ) -> None:
         """Try the template with probes.
 
         ``stop_ids`` end a turn; ``tools`` are JSON schemas; ``answer_role`` is the role of a tool's answer:
-        ``tool``, ``user``, or ``auto`` (``tool``).
+        ``tool``, ``user``, or ``auto`` (``tool``). ``pictures``: their texts; None: messages have none.
 
         Raises ``ModelError`` if the template is missing, shows no answer, or writes no stop token.
         """
@@ -72,6 +76,7 @@ class Bridge:
                 "answers need: use an instruction-tuned model's tokenizer, or set data.chat_template"
             )
         self._tokenizer, self._control, self._how = tokenizer, control_tokens(tokenizer), how
+        self._pictures = pictures
         own: dict[str, Any] = {"tools": list(tools)} if tools else {}
         self._options: dict[str, Any] = {**how.apply_chat_template_kwargs, **own}
         added = tokenizer.added_tokens_decoder
@@ -95,10 +100,19 @@ class Bridge:
         self.history = self._history(tools)
 
     def ids(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> list[int]:
+        """Return the ids of ``shown``."""
+        return self.shown(messages, calls).ids
+
+    def shown(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> Shown:
         """Return the ids of the bridge with ``messages`` in it, which answer ``calls`` or the turn's text.
 
         Control tokens in the messages are text. Raises ``ModelError`` if the template does not show them.
         """
+        digests = digests_in(messages)
+        if digests and self._pictures is None:
+            raise ModelError(
+                "an answer has a picture, and no row has one: set data.max_images and use a model of pictures"
+            )
         given = self._control.escape([dict(message) for message in messages])
         found, problem = self._render(self._form if calls else "content", given, calls, probe=False)
         if not calls:
@@ -109,10 +123,15 @@ class Bridge:
             remedy = _AS_USER if calls and not self.answers_as_user else f"one message of {taken} is shown"
             raise ModelError(f"the chat template does not show {shown} after a turn: {problem}; {remedy}")
         stop, text = found
+        if self._pictures is not None and digests:
+            try:
+                text = self._pictures.expansion(digests).expanded(text)
+            except PromptError as error:
+                raise ModelError(f"an answer with pictures: {error.reason}") from error
         ids = self._control.encode([stop + text], add_special_tokens=False)[0]
         if not ids or ids[0] != self.stops[stop]:
             raise ModelError(f"the stop token {stop!r} is not one token before {text!r:.80}")
-        return ids[1:]
+        return Shown(ids[1:]) if self._pictures is None else self._pictures.shown(ids[1:], digests)
 
     def _refusal(self, role: str) -> str:
         """Return why the template does not show a message of this role after a turn; "" if it does."""
@@ -120,10 +139,12 @@ class Bridge:
             self._refusals[role] = self._render("content", [{"role": role, "content": _PROBE}])[1]
         return self._refusals[role]
 
-    def answers(self, calls: Sequence[Call], texts: Sequence[str]) -> list[dict[str, Any]]:
+    def answers(self, calls: Sequence[Call], texts: Sequence[str | list[Any]]) -> list[dict[str, Any]]:
         """Return the messages with the answers to the calls of a turn, in the order of the calls."""
+        if self.answers_as_user and all(isinstance(text, str) for text in texts):
+            return [{"role": "user", "content": "\n".join(map(str, texts))}]
         if self.answers_as_user:
-            return [{"role": "user", "content": "\n".join(texts)}]
+            return [{"role": "user", "content": [part for text in texts for part in as_parts(text)]}]
         return [tool_message(call, text) for call, text in zip(calls, texts, strict=True)]
 
     def said(self, call: Call) -> str:
@@ -271,7 +292,7 @@ def _common(one: str, other: str, *, from_end: bool = False) -> str:
     return "".join([same for same, _ in pairs][::step])
 
 
-def tool_message(call: Call, text: str) -> dict[str, Any]:
+def tool_message(call: Call, text: str | list[Any]) -> dict[str, Any]:
     """Return the message with the answer to a call."""
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 

@@ -5,7 +5,7 @@ An environment is a class. ``reset`` begins an episode; it takes the columns of 
 calls; ``respond(response, turn)`` answers a turn without calls with a text, a message, a list of messages, or
 None at the end; ``reward(...)`` returns a number, or one for each turn; ``close`` ends the episode. All are
 optional but ``reset``, and may be ``async def``. The attribute ``done`` ends the episode once it is True.
-Plain functions are tools without a state.
+Plain functions are tools without a state. Answers may have pictures.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from strop.data.pictures.parts import is_place, parts_problem, picture_in, text_of
 from strop.errors import ConfigError, traceback_of
 from strop.rewards.arguments import TURN_NAMES, Function, PlayedTurn, conversation_of
 
@@ -213,14 +214,15 @@ class Episode:
     async def turn(self, turn: Mapping[str, Any], run: Run) -> dict[str, Any]:
         """Run the calls of a turn in their order, or let the environment respond to its text.
 
-        Return texts (an answer to each call), messages (the response), the errors among them with the last
-        one's traceback, and the reason ``end`` of ``columns.ENDED_BY`` if the episode ends here, else "".
+        Return texts (an answer to each call, or its parts), messages (the response), the errors among them
+        with the last one's traceback, and the reason ``end`` of ``columns.ENDED_BY`` if the episode ends
+        here, else "".
         """
         texts, errors, end, trace = [], [], "", ""
         messages: list[dict[str, Any]] | None = None
         for call in turn["calls"]:
             try:
-                texts.append(as_text(await run(self._tools[call["name"]], **call["arguments"])))
+                texts.append(as_content(await run(self._tools[call["name"]], **call["arguments"])))
             # User code may raise anything, SystemExit included.
             except BaseException as error:  # noqa: BLE001
                 texts.append(in_one_line(error))
@@ -291,6 +293,23 @@ def as_text(value: Any) -> str:
     return f"{text[:LONGEST_TEXT]}\n[{len(text) - LONGEST_TEXT} characters left out]"
 
 
+def as_content(value: Any) -> str | list[Any]:
+    """Return a tool's result as the content of a message: parts if there is a picture, else ``as_text``.
+
+    Pictures are images of PIL, or parts with one, or with bytes, a path or a data URL.
+    """
+    parts = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_picture, parts)):
+        return as_text(value)
+    from strop.data.pictures.read import sendable  # imports pyarrow
+
+    return sendable([{"type": "text", "text": part} if isinstance(part, str) else part for part in parts])
+
+
+def _is_picture(value: Any) -> bool:
+    return (is_place(value) and bool(picture_in(value))) or hasattr(value, "getexif")
+
+
 def plain(value: Any) -> Any:
     """Return a value of numpy as JSON takes it; of floats the shortest digits."""
     if not hasattr(value, "tolist"):
@@ -310,7 +329,14 @@ def as_messages(value: Any) -> list[dict[str, Any]] | None:
         isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages
     ):
         raise TypeError(f"respond returned {value!r:.80}: expected a text, a message, messages or None")
-    return [{"role": str(message["role"]), "content": as_text(message["content"])} for message in messages]
+    contents = [message["content"] for message in messages]
+    contents = [text_of(one) if _is_of_texts(one) else as_content(one) for one in contents]
+    pairs = zip(messages, contents, strict=True)
+    return [{"role": str(message["role"]), "content": content} for message, content in pairs]
+
+
+def _is_of_texts(content: Any) -> bool:
+    return isinstance(content, list) and not parts_problem(content) and not any(map(is_place, content))
 
 
 def in_one_line(error: BaseException) -> str:

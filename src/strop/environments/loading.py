@@ -50,6 +50,11 @@ class Environments:
         """True if an environment gives rewards."""
         return len(self.without_rewards) < len(self.named)
 
+    @property
+    def takes_pictures(self) -> bool:
+        """True if a method has the parameter ``images``."""
+        return any("images" in names for names, _ in self.needs.values())
+
     def name_of(self, row: Mapping[str, Any]) -> str:
         """Return the environment of a row, as messages name it."""
         return self.named.get("" if "" in self.named else str(row.get("environment")), "environment.tools")

@@ -27,6 +27,7 @@ from typing import Any
 from strop.config.schema.environment import EnvironmentConfig
 from strop.environments.loading import Environments
 from strop.errors import ConfigError
+from strop.pictures import Sent
 from strop.rewards.arguments import ground_truth_of
 from strop.rewards.worker.process import Child
 
@@ -60,10 +61,14 @@ class Request:
         return "end" in self.content and self.content["end"]["values"] is None
 
 
-def row_of(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row as methods get them: with the ground truth that reward functions get."""
+def row_of(columns: Mapping[str, Any], images: Iterable[int] | None = None) -> dict[str, Any]:
+    """Return the columns of a row as methods get them: with the ground truth that reward functions get.
+
+    ``images``: digests of its pictures, which they get as those.
+    """
     truth = ground_truth_of(columns.get("reward_model"), columns.get("ground_truth"))
-    return dict(columns) if truth is None else {**columns, "ground_truth": truth}
+    own = {} if truth is None else {"ground_truth": truth}
+    return {**columns, **own, **({} if images is None else {"images": Sent(images)})}
 
 
 class EnvironmentPool:

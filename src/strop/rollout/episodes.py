@@ -27,6 +27,7 @@ from strop.data.bridge import Bridge, Call
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError, ModelError
+from strop.pictures import Picture
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.in_flight import Gather, InFlight, Place, Record, RecordedTurn, exchange
@@ -70,7 +71,11 @@ class Episodes:
         """Start nothing: ``pool`` runs ``environments``, with ``settings``, the section ``environment``."""
         self._environments, self._settings = environments, settings
         self._form, self._pool = form, pool
-        self.turn_length: int = settings.turn_length or 2**31 - 1
+        self.options: dict[str, Any] = {
+            "turn_length": settings.turn_length or 2**31 - 1,
+            "shows_pictures": form.reads_pictures,
+        }
+        """Of ``InFlight``."""
         self._episodes: weakref.WeakKeyDictionary[InFlight, dict[int, _Episode]] = weakref.WeakKeyDictionary()
         self._n_named = 0
         self._warned: set[str] = set()
@@ -81,7 +86,9 @@ class Episodes:
         if spec.environments is None:
             return None
         assert spec.environment_pool is not None
-        form = TurnFormat(spec.config, spec.environments, spec.tokenizer, stop_ids)
+        form = TurnFormat(
+            spec.config, spec.environments, spec.tokenizer, stop_ids, pictures=spec.picture_texts
+        )
         return cls(spec.environments, spec.config.environment, form, spec.environment_pool)
 
     def begin(self, batch: InFlight) -> InFlight:
@@ -106,7 +113,11 @@ class Episodes:
         if any(texts.values()):
             firsts = range(own.start, own.stop, n)
             episodes = [(self._episode(batch, first), texts.get(first, "")) for first in firsts]
-            prompts = [self._form.prompt(one.row, one.tools, text) for one, text in episodes]
+            images = [batch.pictures_of(first) for first in firsts]
+            prompts = [
+                self._form.prompt(one.row, one.tools, text, own)
+                for (one, text), own in zip(episodes, images, strict=True)
+            ]
             width = batch.prompts.batch["input_ids"].shape[1]
             batch.replace_prompts(self._form.fitted(prompts, width), self._form.pad_token_id)
         return batch
@@ -190,7 +201,7 @@ class Episodes:
         if row not in known:
             prompt, number = divmod(row - batch.own.start, batch.params.n)
             given = {name: values[prompt] for name, values in batch.prompts.non_tensor_batch.items()}
-            columns = row_of(given)
+            columns = row_of(given, batch.pictures_of(row) if self._environments.takes_pictures else None)
             self._n_named += 1
             tools = self._environments.tools_of(columns)
             seed = self._seed(batch, prompt, number)
@@ -254,14 +265,15 @@ class Episodes:
         elif len(record.turns) >= self._settings.max_turns:
             batch.end(row, "turns")
         else:
-            messages = self._form.messages(episode.bridge, calls, answer)
+            came: dict[int, Picture] = {}
+            messages = self._form.messages(episode.bridge, calls, answer, came)
             record.other_stop += batch.ids(row)[-1] != episode.bridge.stop_id
             try:
-                ids = episode.bridge.ids(messages, calls)
+                shown = episode.bridge.shown(messages, calls)
             except ModelError as error:
                 named = self._environments.name_of(episode.row)
                 raise ModelError(f"{named}: turn {number} of sample {row}: {error}") from error
-            batch.insert(row, ids)
+            batch.insert(row, *shown, came)
             if not batch.complete[row]:  # else the answer did not fit
                 turn.answers = messages
 

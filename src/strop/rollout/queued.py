@@ -80,7 +80,7 @@ class QueuedRollout:
         """Return a batch without tokens."""
         if self._episodes is None:
             return InFlight(prompts, params)
-        return self._episodes.begin(InFlight(prompts, params, turn_length=self._episodes.turn_length))
+        return self._episodes.begin(InFlight(prompts, params, **self._episodes.options))
 
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until the first of ``batches`` is complete."""

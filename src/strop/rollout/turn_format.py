@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strop.data.bridge import Bridge, Call
+from strop.data.pictures.parts import is_place, with_places
+from strop.data.pictures.read import alive_parts
 from strop.data.prompts import PromptError, PromptFormat, encode_prompts
 from strop.data.rl_dataset import truncate
 from strop.data.tool_calls import Turn, find_parser, text_before, text_of_turn
@@ -19,6 +21,8 @@ from strop.errors import DataError
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
+    from strop.data.pictures.expand import PromptPictures
+    from strop.pictures import Picture
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 Tools = Sequence[Mapping[str, Any]]
@@ -29,13 +33,21 @@ class TurnFormat:
     """The format of turns, calls and answers in the chat template."""
 
     def __init__(
-        self, config: Config, environments: Environments, tokenizer: Any, stop_ids: Sequence[int]
+        self,
+        config: Config,
+        environments: Environments,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        pictures: PromptPictures | None = None,
     ) -> None:
         """Try the chat template; ``stop_ids`` end a turn, besides those of the configuration.
+
+        ``pictures``: their texts, where rows have some.
 
         Raises ``ModelError`` for a template that shows no answers, or from which no parser follows.
         """
         data, self._settings, self._tokenizer = config.data, config.environment, tokenizer
+        self._pictures = pictures
         self._prompt_key, self.pad_token_id = data.prompt_key, tokenizer.pad_token_id
         self._truncation = data.truncation
         self._how = PromptFormat.of(data)
@@ -43,7 +55,9 @@ class TurnFormat:
         self._stop_ids = set(stops)
         role = self._settings.answer_role
         self._bridges = {
-            json.dumps(tools): Bridge(tokenizer, stops, self._how, tools=tools, answer_role=role)
+            json.dumps(tools): Bridge(
+                tokenizer, stops, self._how, tools=tools, answer_role=role, pictures=pictures
+            )
             for tools in environments.schemas.values()
         }
         """By the JSON of the tools that the prompt shows."""
@@ -53,6 +67,11 @@ class TurnFormat:
             options = dict(self._how.apply_chat_template_kwargs)
             load = partial(load_object, key="environment.parser")
             self._parser = find_parser(self._settings.parser, tokenizer, options, texts, load)
+
+    @property
+    def reads_pictures(self) -> bool:
+        """True if rows, and so turns, may have pictures."""
+        return self._pictures is not None
 
     def history(self) -> str:
         """Return what the template does to earlier turns, in words."""
@@ -93,20 +112,43 @@ class TurnFormat:
         return turn
 
     def messages(
-        self, bridge: Bridge, calls: Sequence[Call], answer: Mapping[str, Any]
+        self,
+        bridge: Bridge,
+        calls: Sequence[Call],
+        answer: Mapping[str, Any],
+        pictures: dict[int, Picture] | None = None,
     ) -> list[dict[str, Any]]:
-        """Return an environment's answer as messages of at most ``answer_length`` tokens."""
-        limit = self._settings.answer_length
+        """Return an environment's answer as messages, with texts of at most ``answer_length`` tokens.
+
+        Adds its pictures, which the messages name, to ``pictures``. Raises ``DataError`` for a damaged one.
+        """
+
+        def content(given: str | list[Any], name: str) -> str | list[Any]:
+            if isinstance(given, list):
+                given, found = alive_parts(given, f"the answer of {name}")
+                if pictures is not None:
+                    pictures.update({one.digest: one for one in found})
+            if isinstance(given, str):
+                return bridge.cut(given, self._settings.answer_length)
+            return [
+                part if is_place(part) else {**part, "text": content(part["text"], name)} for part in given
+            ]
+
         if calls:
-            return bridge.answers(calls, [bridge.cut(text, limit) for text in answer["texts"]])
-        return [{**one, "content": bridge.cut(one["content"], limit)} for one in answer["messages"] or []]
+            pairs = zip(answer["texts"], calls, strict=True)
+            return bridge.answers(calls, [content(given, call.name) for given, call in pairs])
+        return [{**one, "content": content(one["content"], "respond")} for one in answer["messages"] or []]
 
     def prompt_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a row's prompt."""
         return self._how.messages(row[self._prompt_key])
 
-    def prompt(self, row: Mapping[str, Any], tools: Tools, text: str) -> list[int]:
+    def prompt(
+        self, row: Mapping[str, Any], tools: Tools, text: str, images: Sequence[int] = ()
+    ) -> list[int]:
         """Return the ids of a row's prompt with the text of ``reset`` at the end of the user's last message.
+
+        ``images``: digests of its pictures.
 
         Raises ``DataError`` if the samples of a prompt have seeds of their own, or the template refuses it.
         """
@@ -115,15 +157,17 @@ class TurnFormat:
                 "reset returned a text for the prompt, which the samples of a prompt share, and "
                 "environment.seed=sample gives each its own: set environment.seed=prompt"
             )
-        messages = self.prompt_messages(row)
+        messages, shown_pictures = self.prompt_messages(row), None
+        if self._pictures is not None:
+            messages, shown_pictures = with_places(messages, len(images)), [self._pictures.expansion(images)]
         last = messages[-1]
         if text and last["role"] == "user":
-            messages = [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}".strip()}]
+            messages = [*messages[:-1], {**last, "content": _joined(last["content"], text)}]
         elif text:
             messages = [*messages, {"role": "user", "content": text}]
         shown = json.dumps(tools) if tools else None
         try:
-            return encode_prompts([messages], self._tokenizer, self._how, [shown])[0]
+            return encode_prompts([messages], self._tokenizer, self._how, [shown], shown_pictures)[0]
         except PromptError as error:
             raise DataError(
                 f"a prompt that ends with the text of reset, user {messages[-1]['content']!r:.80}: "
@@ -144,6 +188,13 @@ class TurnFormat:
                 "data.truncation=left (data.filter_overlong_prompts drops rows before reset is called)"
             )
         return [truncate(np.array(ids), limit, self._truncation).tolist() for ids in prompts]
+
+
+def _joined(content: str | list[Any], text: str) -> str | list[Any]:
+    """Return a content with a text after it."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": f"\n\n{text}"}]
+    return f"{content}\n\n{text}".strip()
 
 
 def call_id(seed: int, turn: int, number: int) -> str:

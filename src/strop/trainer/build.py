@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
+from strop.data.pictures.parts import digests_of
 from strop.data.prompts import as_taken, encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows, columns_of
 from strop.data.sources import Rows
@@ -361,9 +362,11 @@ def validating(config: Config) -> Config:
     return with_values(config, {"reward_model.reward_manager": "naive"})
 
 
-def turn_format(config: Config, environments: Environments, tokenizer: Any) -> TurnFormat:
+def turn_format(
+    config: Config, environments: Environments, tokenizer: Any, pictures: Any | None = None
+) -> TurnFormat:
     """Return how turns are written; ``ModelError`` if the template shows no answers or calls."""
-    return TurnFormat(config, environments, tokenizer, _end_ids(config, tokenizer))
+    return TurnFormat(config, environments, tokenizer, _end_ids(config, tokenizer), pictures)
 
 
 def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
@@ -416,17 +419,28 @@ def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[Exampl
     return score_first_row(config.reward_model, reward_fn, _rows(trainer), n=n, is_check=is_check)
 
 
+def _rows_of_run(trainer: RayPPOTrainer) -> Any:
+    loader = trainer.val_loader if trainer.config.trainer.val_only else trainer.train_loader
+    return loader.dataset
+
+
 def _rows(trainer: RayPPOTrainer) -> Generator[dict[str, Any]]:
     """Yield the rows of the run, with ``input_ids``."""
-    loader = trainer.val_loader if trainer.config.trainer.val_only else trainer.train_loader
-    yield from (columns_of(loader.dataset, row) for row in range(len(loader.dataset)))
+    dataset = _rows_of_run(trainer)
+    yield from (columns_of(dataset, row) for row in range(len(dataset)))
+
+
+def _images_of(row: Mapping[str, Any]) -> list[int] | None:
+    """Return the digests of a row's pictures; None if ``images`` is no column or the user's own."""
+    images: Any = row.get("images")
+    return digests_of(images.tolist()) if hasattr(images, "dtype") else None
 
 
 def try_reset(trainer: RayPPOTrainer) -> str:
     """Return the text of ``reset`` for one of the first two rows; see ``EnvironmentPool.try_reset``."""
     if trainer.environments is None:
         return ""
-    rows = [row_of({**row, "uid": "0"}) for row in itertools.islice(_rows(trainer), 2)]
+    rows = [row_of({**row, "uid": "0"}, _images_of(row)) for row in itertools.islice(_rows(trainer), 2)]
     for row in rows:
         del row["input_ids"]
     pool = EnvironmentPool.of(trainer.environments, trainer.config.environment)
@@ -444,10 +458,14 @@ def two_turns(trainer: RayPPOTrainer) -> tuple[str, list[tuple[bool, str]], str]
     if environments is None:
         return None
     text, row = try_reset(trainer), next(_rows(trainer))
-    form, tools = turn_format(trainer.config, environments, tokenizer), environments.tools_of(row)
+    pictures = getattr(all_rows(_rows_of_run(trainer)), "pictures", None)
+    form = turn_format(trainer.config, environments, tokenizer, pictures)
+    tools = environments.tools_of(row)
     ids = row["input_ids"]
     if text:
-        (ids,) = form.fitted([form.prompt(row, tools, text)], trainer.config.data.max_prompt_length)
+        (ids,) = form.fitted(
+            [form.prompt(row, tools, text, _images_of(row) or ())], trainer.config.data.max_prompt_length
+        )
     return tokenizer.decode(ids), form.two_turns(tools), form.history()
 
 

@@ -27,6 +27,8 @@ from strop.config.roles import (
     uses_reference,
 )
 from strop.config.schema import Config
+from strop.config.schema.agent import uses_agent
+from strop.config.schema.environment import uses_environment
 from strop.controller.pools import ResourcePoolManager, Role, name_of
 from strop.data.rl_dataset import RLHFDataset, all_rows, max_pictures
 from strop.data.sources import Rows
@@ -132,7 +134,10 @@ class RayPPOTrainer(VerlNames):
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         loaders = [loader for loader in (self.train_loader, self.val_loader) if loader is not None]
-        if most := max((max_pictures(loader.dataset) for loader in loaders), default=0):
+        most = max((max_pictures(loader.dataset) for loader in loaders), default=0)
+        if uses_environment(self.config) or uses_agent(self.config):
+            most = max(most, self.config.data.max_images or 0)
+        if most:
             require_pictures(self.config)
         self._max_pictures = most
         datasets = [all_rows(loader.dataset) for loader in loaders]

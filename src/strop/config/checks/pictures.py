@@ -10,8 +10,6 @@ from strop.config.keys import value_at
 from strop.config.memory.facts import read_config_file
 from strop.config.roles import model_paths, supervised_model_paths
 from strop.config.schema import Config
-from strop.config.schema.agent import uses_agent
-from strop.config.schema.environment import uses_environment
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.teacher import teachers_of
 from strop.errors import ConfigError
@@ -49,8 +47,6 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{key}={size} shares rows of text; set it to 1"
     if any(teacher.servers for teacher in teachers_of(config.teacher)):
         yield "teacher.servers get text alone; set teacher.model.path"
-    if uses_environment(config) or uses_agent(config):
-        yield "environments, tools and agents take prompts of text; set environment.path and agent to null"
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
         yield (
             "reward_model.model.input_tokenizer: samples that are tokenized again lose their pictures; set "

@@ -62,7 +62,7 @@ class RowsConfig(Section, resumes=SAME):
     max_pixels: PositiveInt | None
     """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_images: PositiveInt | None
-    """Most pictures of a prompt; more are an error. null: the most of any row."""
+    """Most pictures of a prompt; more are an error. null: the most of any row. Turns may bring others."""
     apply_chat_template: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
     """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
     system_prompt: Text | None

@@ -84,7 +84,7 @@ function turnsOf(sample) {
   const values = (call) => Object.entries(call.arguments).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ");
   return el("ol", { class: "turns" }, turns.map((turn) => el("li", {}, el("pre", {}, visible(turn.text)),
     turn.calls.map((call) => el("code", {}, visible(`${call.name}(${values(call)})`))),
-    turn.answers.map((answer) => el("pre", { class: "answer" }, el("small", {}, `${answer.role} `), visible(answer.content))))),
+    turn.answers.map((answer) => el("pre", { class: "answer" }, el("small", {}, `${answer.role} `), visible(typeof answer.content === "string" ? answer.content : answer.content.map((part) => part.text ?? "[picture]").join("")))))),
     error ? el("li", {}, el("em", {}, visible(error))) : "");
 }
 
