@@ -114,7 +114,9 @@ class Agents:
         self.pool = ProgramPool(loaded, config.agent)
         self.engine = ScriptedEngine(says)
         self.tokenizer = byte_tokenizer()
-        spec: Any = SimpleNamespace(config=config, tokenizer=self.tokenizer, program_pool=self.pool, rank=0)
+        spec: Any = SimpleNamespace(
+            config=config, tokenizer=self.tokenizer, program_pool=self.pool, rank=0, picture_texts=None
+        )
         self.rollout = AgentRollout(self.engine, spec)
         self.params = SamplingParams(max_tokens=max_tokens, n=n)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import io
 import json
 import os
 import signal
@@ -18,12 +20,16 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from picture_rows import picture
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from strop.cli import serve as command
+from strop.data.pictures.expand import load_processor
 from strop.rollout.base import Samples
 from strop.trainer.serve import _Handler, serving
 
+import picture_models
 import tiny_model
 from byte_tokenizer import STOP, byte_tokenizer
 
@@ -215,6 +221,72 @@ def test_a_client_that_hangs_up_leaves_the_others_alone(client):
                 time.sleep(0.02)
         assert [answer.result() for answer in answers] == [alone] * 4
     assert ask(client, seed=3) == alone
+
+
+def url_of(encoded):
+    return {"url": f"data:image/png;base64,{base64.b64encode(encoded).decode()}"}
+
+
+def parts_of(*content):
+    shown = [
+        {"type": "text", "text": one}
+        if isinstance(one, str)
+        else {"type": "image_url", "image_url": url_of(one)}
+        for one in content
+    ]
+    return {"role": "user", "content": shown}
+
+
+@pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl"])
+def seeing(request, tmp_path_factory):
+    """The folder of a model that reads pictures, with weights large enough for them to matter."""
+    return picture_models.louder(picture_models.make(request.param, tmp_path_factory.mktemp("seeing")), 4)
+
+
+def test_greedy_answers_to_pictures_are_those_of_transformers(seeing):
+    tokenizer = AutoTokenizer.from_pretrained(seeing)
+    own, processor = AutoModelForImageTextToText.from_pretrained(seeing), load_processor(seeing, tokenizer)
+    files = [picture(seed, 56 + 28 * seed) for seed in range(3)]
+    chats = [
+        [parts_of("what is ", files[0], "?")],
+        [parts_of("what is ", files[1], "?")],
+        [parts_of(files[1], files[2], "blue"), {"role": "assistant", "content": "red"}, parts_of(files[0])],
+        [{"role": "user", "content": "what is it?"}],
+    ]
+    expected = []
+    for chat in chats:
+        given = [files[:1], files[1:2], [*files[1:], files[0]], None][len(expected)]
+        text = tokenizer.apply_chat_template(
+            json.loads(json.dumps(chat).replace('"image_url"', '"image"')),
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        images = given and [[Image.open(io.BytesIO(one)) for one in given]]
+        inputs = processor(text=[text], images=images, return_tensors="pt")
+        ids = own.generate(**inputs, do_sample=False, max_new_tokens=40)[0, inputs["input_ids"].shape[1] :]
+        expected.append((tokenizer.decode(ids[:-1] if ids[-1] == 2 else ids), len(ids)))
+    assert len(set(expected)) == 4
+
+    def said(client, chat):
+        reply = client.chat.completions.create(model="m", messages=chat, temperature=0, max_tokens=40)
+        return reply.choices[0].message.content, reply.usage.completion_tokens
+
+    with client_of(settings(seeing, "--rollout", "hf")) as client, ThreadPoolExecutor(4) as pool:
+        assert [said(client, chat) for chat in chats] == expected
+        assert [*pool.map(lambda chat: said(client, chat), chats)] == expected
+        for content, words in {
+            "http://example.com/a.png": "pictures are not downloaded in a run",
+            "data:image/png;base64,iVBORw0K": "the picture cannot be used|expected a picture",
+        }.items():
+            wrong = {"type": "image_url", "image_url": {"url": content}}
+            with pytest.raises(openai.BadRequestError, match=words) as refused:
+                said(client, [{"role": "user", "content": [wrong]}])
+            assert "messages[0]" in str(refused.value)
+
+
+def test_a_model_of_text_refuses_pictures(client):
+    with pytest.raises(openai.BadRequestError, match="expected text"):
+        client.chat.completions.create(model="m", messages=[parts_of("what is ", picture(0), "?")])
 
 
 class Scripted:

@@ -12,16 +12,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.data.bridge import Bridge, Call
+from strop.data.pictures.parts import Shown, digests_in
+from strop.data.pictures.read import alive_parts
 from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
 from strop.data.tool_calls import find_parser, opens_thinking, require_schemas, text_before, text_of_turn
 from strop.environments.loading import load_object
-from strop.errors import ConfigError, ModelError
+from strop.errors import ConfigError, DataError, ModelError
+from strop.pictures import Picture
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
+    from strop.data.pictures.expand import PromptPictures
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|$)", re.DOTALL)
+_BETWEEN = "\ufdd0"
+"""Character of no text, in the place of a picture."""
 _SERVED = {
     *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stop", "temperature", "top_p"),
     *("stream", "stream_options"),
@@ -71,6 +77,8 @@ class ChatRequest(NamedTuple):
     """Calls of an answer after its first are left out."""
     sampling: dict[str, float]
     """temperature and top_p, where the request has them."""
+    pictures: tuple[Picture, ...] = ()
+    """Those of the messages, which name them."""
 
     def after(self, before: ChatRequest, history: tuple[str, ...]) -> ChatRequest:
         """Return the request with the objects of the one ``before``, of which it repeats ``history``."""
@@ -107,7 +115,8 @@ def read_request(body: Any, *, seeded: bool = False) -> ChatRequest:
         if (value := body[name]) is not None and value not in (served := _NEUTRAL.get(name, ())):
             instead = f", or send {' or '.join(map(json.dumps, served))}" if served else ""
             raise Refusal(400, f"{name}={value!r:.80} is not served here: leave it out{instead}")
-    messages = [_message(number, message) for number, message in enumerate(given)]
+    pictures: list[Picture] = []
+    messages = [_message(number, message, pictures) for number, message in enumerate(given)]
     if messages[-1]["role"] == "assistant":
         raise Refusal(400, "the last message is an assistant's, which is not continued: end with another one")
     tools = _tools(body)
@@ -127,6 +136,7 @@ def read_request(body: Any, *, seeded: bool = False) -> ChatRequest:
         tuple(stop),
         body.get("parallel_tool_calls") is False,
         {name: _number(body, name) for name in ("temperature", "top_p") if body.get(name) is not None},
+        tuple(pictures),
     )
 
 
@@ -151,19 +161,22 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**tool, "function": {key: one for key, one in own if one is not None}} for tool, own in given]
 
 
-def _message(number: int, given: Any) -> dict[str, Any]:
-    """Return a message as chat templates take it."""
+def _message(number: int, given: Any, pictures: list[Picture]) -> dict[str, Any]:
+    """Return a message as chat templates take it; add its pictures to ``pictures``."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise Refusal(400, f"messages[{number}]: found {given!r:.80}, expected role and content")
     content = given.get("content")
     if isinstance(content, list):
-        if other := [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]:
-            raise Refusal(400, f"messages[{number}]: found {other[0]!r:.80}, expected parts of text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str | None):
-        raise Refusal(400, f"messages[{number}]: content is {content!r:.80}, expected a text")
-    text = (content or "").encode(errors="replace").decode()  # no tokenizer takes lone surrogates
-    message = {"role": "system" if given["role"] == "developer" else given["role"], "content": text}
+        try:
+            content, found = alive_parts(content, f"messages[{number}]")
+        except DataError as error:
+            raise Refusal(400, str(error)) from error
+        pictures += found
+    if not isinstance(content, str | list | None):
+        raise Refusal(400, f"messages[{number}]: content is {content!r:.80}, expected a text or parts")
+    if not isinstance(content, list):
+        content = (content or "").encode(errors="replace").decode()  # no tokenizer takes lone surrogates
+    message = {"role": "system" if given["role"] == "developer" else given["role"], "content": content}
     kept = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
     message |= {key: given[key] for key in kept if isinstance(given.get(key), str) and given[key]}
     if calls := given.get("tool_calls"):
@@ -182,9 +195,15 @@ def _call(number: int, call: Any) -> dict[str, Any]:
 def canonical(message: Mapping[str, Any]) -> str:
     """Return what counts of a message, as text."""
     content = message["content"]
-    if message["role"] == "assistant":
-        _, content = split_thinking(content)
-    kept: dict[str, Any] = {"role": message["role"], "content": content.strip()}
+    if isinstance(content, list):  # pictures, and the texts between them
+        texts = "".join(part["text"] if part["type"] == "text" else _BETWEEN for part in content)
+        first, *others = map(str.strip, texts.split(_BETWEEN))
+        content = [first, *others, *digests_in([message])] if others else first
+    elif message["role"] == "assistant":
+        content = split_thinking(content)[1].strip()
+    else:
+        content = content.strip()
+    kept: dict[str, Any] = {"role": message["role"], "content": content}
     if calls := message.get("tool_calls"):
         kept["calls"] = [[call["function"]["name"], _parsed(call["function"]["arguments"])] for call in calls]
     return json.dumps(kept, sort_keys=True, ensure_ascii=False)
@@ -217,8 +236,19 @@ def split_thinking(text: str, prompt_end: str = "") -> tuple[str, str]:
 class ChatFormat:
     """Messages as token ids, and token ids as messages."""
 
-    def __init__(self, config: Config, tokenizer: Any, stop_ids: Sequence[int], parser: str = "auto") -> None:
-        """``stop_ids`` end an answer, besides those of the configuration."""
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        parser: str = "auto",
+        pictures: PromptPictures | None = None,
+    ) -> None:
+        """``stop_ids`` end an answer, besides those of the configuration.
+
+        ``pictures``: their texts; None: messages with pictures are refused.
+        """
+        self.pictures = pictures
         self.how = PromptFormat.of(config.data)
         self._tokenizer, self._parser_name = tokenizer, parser
         self._stops = [*stop_ids, *config.actor_rollout_ref.rollout.stop_token_ids]
@@ -231,7 +261,11 @@ class ChatFormat:
             try:
                 require_schemas(request.tools)
                 self._bridges[request.shown] = Bridge(
-                    self._tokenizer, self._stops, self.how, tools=request.tools
+                    self._tokenizer,
+                    self._stops,
+                    self.how,
+                    tools=request.tools,
+                    pictures=self.pictures,
                 )
             except ModelError as error:
                 raise Refusal(400, str(error)) from error
@@ -254,17 +288,22 @@ class ChatFormat:
                 raise Refusal(400, str(error).replace("environment.parser", "agent.parser")) from error
         return self._parser
 
-    def prompt(self, request: ChatRequest) -> list[int]:
+    def prompt(self, request: ChatRequest) -> Shown:
         """Return the ids of all messages of a request, to the generation prompt."""
-        tools = json.dumps(request.tools) if request.tools else None
+        tools, own = json.dumps(request.tools) if request.tools else None, None
+        digests = digests_in(request.messages)
         try:
             messages = self.how.messages(request.messages)
-            return [int(token) for token in encode_prompts([messages], self._tokenizer, self.how, [tools])[0]]
+            if self.pictures is not None:
+                own = [self.pictures.expansion(digests)]
+            (ids,) = encode_prompts([messages], self._tokenizer, self.how, [tools], own)
+            ids = [*map(int, ids)]
+            return Shown(ids) if self.pictures is None else self.pictures.shown(ids, digests)
         except (PromptError, ModelError) as error:
             reason = error.reason if isinstance(error, PromptError) else error
             raise Refusal(400, f"the chat template does not show the messages: {reason}") from error
 
-    def following(self, request: ChatRequest, n_before: int, *, is_stopped: bool) -> list[int]:
+    def following(self, request: ChatRequest, n_before: int, *, is_stopped: bool) -> Shown:
         """Return the ids after an answer, which is the message ``n_before - 1``, to the generation prompt.
 
         ``is_stopped``: the answer ended with a stop token; else the template's is the first of them.
@@ -280,10 +319,10 @@ class ChatFormat:
             if message["role"] == "tool" and "name" not in message:
                 message["name"] = names.get(message.get("tool_call_id", ""), "")
         try:
-            ids = bridge.ids(messages, calls)
+            shown = bridge.shown(messages, calls)
         except ModelError as error:
             raise Refusal(400, str(error)) from error
-        return ids if is_stopped else [bridge.stop_id, *ids]
+        return shown if is_stopped else joined(Shown([bridge.stop_id]), shown)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without its stop token."""
@@ -324,6 +363,14 @@ class ChatFormat:
             middle = (low + high) // 2
             low, high = (low, middle) if has(middle) else (middle + 1, high)
         return low, True
+
+
+def joined(*shown: Shown) -> Shown:
+    """Return ids and pictures one after another."""
+    ids = [token for one in shown for token in one.ids]
+    if not any(one.images_at for one in shown):
+        return Shown(ids)
+    return Shown(ids, tuple(at for one in shown for at in one.images_at or [0] * len(one.ids)))
 
 
 def digest_of(*parts: Any) -> str:

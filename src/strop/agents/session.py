@@ -20,11 +20,14 @@ from strop.agents.chat import (
     Refusal,
     canonical,
     digest_of,
+    joined,
     split_thinking,
 )
 from strop.algorithms import token_tree
 from strop.algorithms.token_tree import NOTHING, PROMPT, Row, row_of
 from strop.data.bridge import call_message
+from strop.data.pictures.parts import Shown, digests_of
+from strop.pictures import Picture
 
 
 @dataclass(eq=False)
@@ -39,6 +42,8 @@ class Node:
     """Digest of what decides the answer, and the number of equal requests before it."""
     seed: int | None
     """None: greedy."""
+    images_at: tuple[int, ...] = ()
+    """Of ``inserted``: see ``Shown``."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -73,10 +78,20 @@ class Node:
         return found[::-1]
 
     @property
-    def context(self) -> list[int]:
+    def shown(self) -> Shown:
+        """What the chat template wrote for this node."""
+        return Shown(self.inserted, self.images_at)
+
+    @property
+    def whole(self) -> Shown:
         """All ids before the answer; a node keeps those that it adds to its parent's."""
         *before, own = self.path
-        return [*(one for node in before for one in (*node.inserted, *node.ids)), *own.inserted]
+        return joined(*(one for node in before for one in (node.shown, Shown(node.ids))), own.shown)
+
+    @property
+    def context(self) -> list[int]:
+        """The ids of ``whole``."""
+        return self.whole.ids
 
     @property
     def call_ids(self) -> list[str]:
@@ -111,6 +126,7 @@ class Session:
         widest: int,
         max_calls: int,
         sampling: Mapping[str, float],
+        most_pictures: int = 0,
     ) -> None:
         """Begin without a request.
 
@@ -122,13 +138,14 @@ class Session:
             widest: most tokens of a context that becomes the row's prompt.
             max_calls: most requests that are answered.
             sampling: temperature and top_p of the run; requests may say the same.
+            most_pictures: of a context that becomes the row's prompt.
         """
         self._form, self._prompt, self._seed = form, tuple(prompt), seed
         self._room, self._widest, self._max_calls = room, widest, max_calls
-        self._sampling = sampling
+        self._sampling, self._most_pictures = sampling, most_pictures
         self.recorded: dict[str, dict[str, Any]] = {}
         """Answers, and beginnings of answers, of a program that was started before, by key."""
-        self.prompt_ids: list[int] | None = None
+        self.prompt: Shown | None = None
         """The context that is the row's prompt; None: that of the data, from which no sequence begins."""
         self.is_resumed = False
         self.restart()
@@ -138,6 +155,8 @@ class Session:
         self.nodes: list[Node] = []
         """Answered, in the order of the answers."""
         self.open: list[Node] = []
+        self.pictures: dict[int, Picture] = {}
+        """Those of all requests."""
         self.ended_by, self.error = "", ""
         self.refused_by = ""
         """The limit for which a request was refused, a word of ``ENDED_BY``."""
@@ -166,21 +185,23 @@ class Session:
             self._form.bridge(request)
             self._form.parser()
         if parent is None:
-            inserted = context = self._form.prompt(request)
+            shown = context = self._form.prompt(request)
         else:
-            inserted = self._form.following(request, len(parent.history), is_stopped=parent.is_stopped)
-            context = [*parent.context, *parent.ids, *inserted]
+            shown = self._form.following(request, len(parent.history), is_stopped=parent.is_stopped)
+            context = joined(parent.whole, Shown(parent.ids), shown)
             request = request.after(parent.request, parent.history)
-        used = self.size([*self.nodes, *self.open], (parent, inserted))
+        used = self.size([*self.nodes, *self.open], (parent, shown))
         if used >= self._room:
             self.refused_by = "length"
             raise self.no_room()
-        digest = digest_of(context)
+        digest = digest_of(*filter(None, context))
         number = self._counts[digest]
         self._counts[digest] += 1
         key = digest_of(digest, number, request.max_tokens, request.stop, request.shown)
-        node = Node(parent, request, inserted, key, self._seed_of(request, context, number))
+        seed = self._seed_of(request, context, number)
+        node = Node(parent, request, shown.ids, key, seed, shown.images_at)
         self.n_calls += 1
+        self.pictures |= {one.digest: one for one in request.pictures}
         self.is_overlapping |= bool(self.open)
         known = self.recorded.get(key)
         if known is not None and used + len(known["ids"]) > self._room:  # the program asks otherwise
@@ -229,27 +250,37 @@ class Session:
             f"data.max_prompt_length={self._widest} needs none of them)",
         )
 
-    def _seed_of(self, request: ChatRequest, context: Sequence[int], number: int) -> int | None:
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The ids of the row's prompt."""
+        return None if self.prompt is None else self.prompt.ids
+
+    def _seed_of(self, request: ChatRequest, context: Shown, number: int) -> int | None:
         """Return the seed of an answer: a function of the sample's seed and of the context alone."""
         if self._seed is None:
             return None
         shown = tuple(map(canonical, self._form.how.messages(request.messages)))
         if number == 0 and shown == self._prompt:
             return self._seed
-        text = ",".join(map(str, (self._seed, *context))) + (f";{number}" if number else "")
+        drawn_from = (self._seed, *context.ids, *digests_of(context.images_at))
+        text = ",".join(map(str, drawn_from)) + (f";{number}" if number else "")
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1  # vLLM's seeds are signed
 
     def begin(self, nodes: Sequence[Node]) -> list[Node]:
         """Return this session's open ``nodes`` in an order without arrival, before they are sampled."""
-        if self.prompt_ids is None:
-            self.prompt_ids = self._prompt_of(node.inserted for node in nodes if node.parent is None)
+        if self.prompt is None:
+            self.prompt = self._prompt_of(node.shown for node in nodes if node.parent is None)
         return sorted(nodes, key=_order)
 
-    def _prompt_of(self, roots: Iterable[Sequence[int]]) -> list[int] | None:
+    def _prompt_of(self, roots: Iterable[Shown]) -> Shown | None:
         """Return the context that becomes the row's prompt: the longest that fits, whichever came first."""
-        fitting = (ids for ids in map(list, roots) if len(ids) <= self._widest)
-        return max(fitting, key=lambda ids: (len(ids), ids), default=None)
+        fitting = (
+            one
+            for one in roots
+            if len(one.ids) <= self._widest and len(digests_of(one.images_at)) <= self._most_pictures
+        )
+        return max(fitting, key=lambda one: (len(one.ids), one), default=None)
 
     def without_room(self) -> list[Node]:
         """Take out open nodes for which those that were sampled meanwhile have left no room."""
@@ -290,6 +321,8 @@ class Session:
         left = {id(node) for node in kept}
         self.n_dropped += sum(len(node.ids) for node in (*self.nodes, *self.open) if id(node) not in left)
         self.nodes, self.open = kept, []
+        if self.prompt is not None and not self.pictures.keys() >= {*digests_of(self.prompt.images_at)}:
+            self.prompt = None  # of a program that was started again, and sent others
 
     def unused(self) -> bool:
         """Return True if the program has not requested an answer again that it had got."""
@@ -310,34 +343,46 @@ class Session:
         """The nodes as they stand in the row: as they were answered, if no two overlapped."""
         return sorted(self.nodes, key=_order) if self.is_overlapping else self.nodes
 
-    def size(self, nodes: Sequence[Node], further: tuple[Node | None, Sequence[int]] | None = None) -> int:
+    def size(self, nodes: Sequence[Node], further: tuple[Node | None, Shown] | None = None) -> int:
         """Return the number of tokens of a row with these nodes, and ``further`` inserted ones."""
-        given = {(id(node.parent) if node.parent else 0, tuple(node.inserted)) for node in nodes}
-        if further is not None:
-            given.add((id(further[0]) if further[0] else 0, tuple(further[1])))
-        prompt = self.prompt_ids
+        added = [(node.parent, node.shown) for node in nodes] + ([] if further is None else [further])
+        given = {(id(parent) if parent else 0, _hashable(shown)): shown for parent, shown in added}
+        prompt = self.prompt
         if prompt is None:
-            prompt = self._prompt_of(ids for parent, ids in given if not parent)
-        inserted = sum(len(ids) for parent, ids in given if parent or list(ids) != prompt)
+            prompt = self._prompt_of(shown for (parent, _), shown in given.items() if not parent)
+        inserted = sum(len(shown.ids) for (parent, _), shown in given.items() if parent or shown != prompt)
         return inserted + sum(len(node.ids) for node in nodes)
 
     def row(self) -> Row:
         """Return the session as one row of tokens; nodes with equal contexts share them."""
-        calls: list[token_tree.Call] = []
+        return row_of([call for call, _ in self._calls()])
+
+    def images_at(self) -> list[int]:
+        """Return the column of this name of the row's tokens."""
+        return row_of(
+            [
+                token_tree.Call(call.continues, at or [0] * len(call.inserted), [0] * len(call.sampled))
+                for call, at in self._calls()
+            ]
+        ).ids
+
+    def _calls(self) -> list[tuple[token_tree.Call, tuple[int, ...]]]:
+        """Return the calls of the row, with the column ``images_at`` of their inserted tokens."""
+        calls: list[tuple[token_tree.Call, tuple[int, ...]]] = []
         numbers: dict[int, int] = {}
-        contexts: dict[tuple[int, tuple[int, ...]], int] = {}
+        contexts: dict[tuple[int, Any], int] = {}
         for node in self.ordered:
             before = NOTHING if node.parent is None else numbers[id(node.parent)]
-            if node.parent is None and node.inserted == self.prompt_ids:
+            if node.parent is None and node.shown == self.prompt:
                 before = PROMPT
-            elif (place := (before, tuple(node.inserted))) in contexts:
+            elif (place := (before, _hashable(node.shown))) in contexts:
                 before = contexts[place]
             else:
-                calls.append(token_tree.Call(before, node.inserted, []))
+                calls.append((token_tree.Call(before, node.inserted, []), node.images_at))
                 before = contexts[place] = len(calls) - 1
             numbers[id(node)] = len(calls)
-            calls.append(token_tree.Call(before, [], node.ids))
-        return row_of(calls)
+            calls.append((token_tree.Call(before, [], node.ids), ()))
+        return calls
 
     def state(self) -> dict[str, Any]:
         """Return the recorded answers for a program that is started again, as plain values."""
@@ -352,11 +397,16 @@ class Session:
                     "is_complete": node.answer is not None,
                     "is_claimed": node.is_claimed,
                 }
-        return {"prompt": self.prompt_ids, "answers": answers}
+        return {"prompt": None if self.prompt is None else tuple(self.prompt), "answers": answers}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a ``state``."""
-        self.prompt_ids, self.recorded, self.is_resumed = state["prompt"], dict(state["answers"]), True
+        self.prompt = None if state["prompt"] is None else Shown(*state["prompt"])
+        self.recorded, self.is_resumed = dict(state["answers"]), True
+
+
+def _hashable(shown: Shown) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(shown.ids), shown.images_at
 
 
 def _order(node: Node) -> list[int]:

@@ -23,7 +23,7 @@ from strop.models.transformers_private import save_custom_code
 
 _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
 _OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
-_OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -83,7 +83,7 @@ def write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> No
     model.config.save_pretrained(folder)
     save_custom_code(model, folder)
     set_dtype(folder, dtype, source.values_of(model.config))
-    for name in _OF_PROCESSORS:  # without them a model with pictures does not load
+    for name in OF_PROCESSORS:  # without them a model with pictures does not load
         if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, folder / name)
     if model.can_generate() and (source.folder / _GENERATION).is_file():

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from strop import pictures
 from strop.agents.chat import ChatFormat, ChatRequest, Refusal, canonical, digest_of, read_request
 from strop.agents.program import Outcome, Started
 from strop.agents.server import Reply, Server
@@ -32,11 +33,13 @@ from strop.agents.session import Node, Session
 from strop.algorithms import token_tree
 from strop.algorithms.token_tree import Row, plain
 from strop.columns import ENDED_BY
+from strop.data.pictures.parts import digests_of, named, with_pictures
+from strop.data.prompts import as_messages
 from strop.environments.pool import row_of
 from strop.errors import CheckpointError, TrainingError
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
-from strop.rollout.in_flight import InFlight
+from strop.rollout.in_flight import InFlight, with_files
 from strop.rollout.queued import Wave
 from strop.terminal import printable
 
@@ -118,7 +121,9 @@ class AgentRollout:
         assert spec.program_pool is not None
         config: Any = spec.config
         self._engine, self._settings, self._pool = engine, config.agent, spec.program_pool
-        self._form = ChatFormat(config, spec.tokenizer, engine.eos_token_ids, config.agent.parser)
+        self._form = ChatFormat(
+            config, spec.tokenizer, engine.eos_token_ids, config.agent.parser, spec.picture_texts
+        )
         rollout = config.actor_rollout_ref.rollout
         # those of training also while a validation samples otherwise: programs need not know of it
         self._sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
@@ -205,17 +210,25 @@ class AgentRollout:
         """Return a batch whose programs have not been started."""
         seeds: list[int | None] = [*seeds_of(prompts, params)] or [None] * (len(prompts) * params.n)
         width, plays = prompts.batch["input_ids"].shape[1], []
+        images = _images_of(prompts)
         for number, seed in enumerate(seeds):
             given = {name: values[number // params.n] for name, values in prompts.non_tensor_batch.items()}
             row, key = row_of(given), secrets.token_hex(16)
+            messages = self._form.how.messages(row[self._prompt_key])
+            if "images" in prompts.batch:
+                own = digests_of(images[number // params.n].tolist())
+                messages = with_pictures(messages, [*map(named, own)])
+                urls = [{"type": "image_url", "image_url": {"url": pictures.url(one)}} for one in own]
+                row[self._prompt_key] = with_pictures(as_messages(row[self._prompt_key]), urls)
             session = Session(
                 self._form,
-                tuple(map(canonical, self._form.how.messages(row[self._prompt_key]))),
+                tuple(map(canonical, messages)),
                 seed=seed,
                 room=params.max_tokens,
                 widest=width,
                 max_calls=self._settings.max_calls,
                 sampling=self._sampling,
+                most_pictures=images.shape[1],
             )
             url = f"{self._server.url}/s/{key}/v1"
             play = _Play(key, session, {**row, "row": row, "base_url": url, "api_key": key})
@@ -382,11 +395,11 @@ class AgentRollout:
     def _wave(self, batches: Sequence[_Batch], version: int, generate: Wave) -> None:
         """Sample the open nodes; those of the first batch to their ends."""
         with self._changed:
-            waves = [_Wave.of(batch) for batch in batches]
+            waves = [_Wave.of(batch, shows_pictures=self._form.pictures is not None) for batch in batches]
             waves = [wave for wave in waves if wave.nodes]
         if not waves:
             return
-        contexts: dict[tuple[int, ...], Tensor] = {}
+        contexts: dict[Any, Tensor] = {}
         flights = [wave.in_flight(self._pad_id, contexts) for wave in waves]
         generate(flights, version)
         with self._changed:
@@ -417,6 +430,8 @@ class AgentRollout:
         more["environment_scores"] = torch.stack(
             [_scores(play, row, T) for play, row in zip(batch.plays, rows, strict=True)]
         )
+        if self._form.pictures is not None:
+            found = found.union(_of_pictures(sessions, rows, T))
         texts = np.array([_conversation(self._form, play) for play in batch.plays], object)
         return found.union(DataProto(more, {"conversation": texts})).union(self._engine.columns_of(batch))
 
@@ -455,9 +470,10 @@ class _Wave:
     batch: _Batch
     nodes: list[tuple[_Play, Node]]
     limits: list[int]
+    shows_pictures: bool
 
     @classmethod
-    def of(cls, batch: _Batch) -> _Wave:
+    def of(cls, batch: _Batch, *, shows_pictures: bool) -> _Wave:
         """Collect the open nodes of a batch for which clients wait."""
         nodes, limits, now = [], [], time.monotonic()
         for play in batch.plays:
@@ -469,12 +485,13 @@ class _Wave:
                 ordered = [node for node in ordered if node not in late]
             nodes += [(play, node) for node in ordered]
             limits += play.session.limits(ordered)
-        return cls(batch, nodes, limits)
+        return cls(batch, nodes, limits, shows_pictures)
 
-    def in_flight(self, pad_id: int, contexts: dict[tuple[int, ...], Tensor]) -> InFlight:
+    def in_flight(self, pad_id: int, contexts: dict[Any, Tensor]) -> InFlight:
         """Return the nodes as samples; equal contexts are one tensor."""
         params = replace(self.batch.params, n=1)
-        given = [node.context for _, node in self.nodes]
+        shown = [node.whole for _, node in self.nodes]
+        given = [one.ids for one in shown]
         lengths = torch.tensor([[len(ids)] for ids in given])
         width = int(lengths.max())
         mask = (torch.arange(width) >= width - lengths).long()
@@ -486,7 +503,11 @@ class _Wave:
         if not params.greedy:
             columns["seeds"] = torch.tensor([[node.seed] for _, node in self.nodes])
         found = InFlight(DataProto(columns), params, limits=self.limits)
-        found.prompt_ids = [contexts.setdefault(tuple(ids), torch.tensor(ids)) for ids in given]
+        found.prompt_ids = [
+            contexts.setdefault((tuple(one.ids), one.images_at), torch.tensor(one.ids)) for one in shown
+        ]
+        if self.shows_pictures:
+            show_pictures(found, [node for _, node in self.nodes])
         for row, (_, node) in enumerate(self.nodes):
             done = found.lengths[row] = len(node.ids)
             found.tokens[row, :done] = torch.tensor(node.ids)
@@ -511,6 +532,15 @@ class _Wave:
         return answered
 
 
+def show_pictures(batch: InFlight, nodes: Sequence[Node]) -> None:
+    """Give samples the pictures of the nodes' contexts, whose first requests are pure prompts."""
+    for node in nodes:
+        root, whole = node.path[0], node.whole
+        batch.images.append(torch.tensor(digests_of(root.images_at), dtype=torch.long))
+        images_at = whole.images_at or [0] * len(whole.ids)
+        batch.images_before.append([*images_at[len(root.inserted) :]])
+
+
 def _settle(future: asyncio.Future[Node], node: Node) -> None:
     if not future.done():
         future.set_result(node)
@@ -525,19 +555,37 @@ def _refuse(future: asyncio.Future[Node], refusal: Refusal) -> None:
 def _with_prompts(prompts: DataProto, sessions: Sequence[Session], pad_id: int) -> DataProto:
     """Return the rows [R, P] with the contexts that their sessions begin with."""
     ids_RP, mask_RP = prompts.batch["input_ids"].clone(), prompts.batch["attention_mask"].clone()
+    images_RI = _images_of(prompts).clone()
     width = ids_RP.shape[1]
     for row, session in enumerate(sessions):
-        if session.prompt_ids is not None and session.ended_by != "error":
-            length = len(session.prompt_ids)
+        if session.prompt is not None and session.ended_by != "error":
+            images, length = digests_of(session.prompt.images_at), len(session.prompt.ids)
+            images_RI[row] = torch.tensor([*images, *[0] * (images_RI.shape[1] - len(images))])
             ids_RP[row], mask_RP[row] = pad_id, 0
-            ids_RP[row, width - length :] = torch.tensor(session.prompt_ids)
+            ids_RP[row, width - length :] = torch.tensor(session.prompt.ids)
             mask_RP[row, width - length :] = 1
     columns = {
         "input_ids": ids_RP,
         "attention_mask": mask_RP,
         "position_ids": (mask_RP.cumsum(1) - 1).clamp(min=0),
     }
+    if "images" in prompts.batch:
+        columns["images"] = images_RI
     return DataProto({**prompts.batch, **columns}, prompts.non_tensor_batch, prompts.meta_info)
+
+
+def _images_of(prompts: DataProto) -> Tensor:
+    """Return the column ``images``; without pictures one of no width."""
+    return prompts.batch.get("images", torch.zeros(len(prompts), 0, dtype=torch.long))
+
+
+def _of_pictures(sessions: Sequence[Session], rows: Sequence[Row], T: int) -> DataProto:
+    """Return the pictures of the rows' tokens, and the files of all that their requests sent."""
+    at_RT = torch.zeros(len(rows), T, dtype=torch.long)
+    for at_T, session, row in zip(at_RT, sessions, rows, strict=True):
+        if row.ids:
+            at_T[: len(row.ids)] = torch.tensor(session.images_at())
+    return with_files(at_RT, [session.pictures for session in sessions])
 
 
 def _samples(sessions: Sequence[Session], rows: Sequence[Row], T: int, pad_id: int) -> tuple[Samples, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import queue
 import secrets
@@ -28,9 +29,12 @@ from strop.config.placement import rollout_in_words
 from strop.config.roles import model_paths, tokenizer_paths
 from strop.config.schema import Config
 from strop.controller.pools import Role
-from strop.errors import traceback_of
+from strop.data.pictures.expand import PromptPictures, load_processor
+from strop.errors import ModelError, traceback_of
+from strop.models.source import OF_PROCESSORS
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.agents import show_pictures
+from strop.rollout.base import MANY, SamplingParams
 from strop.rollout.in_flight import InFlight
 from strop.terminal import printable
 from strop.trainer.build import fetch_tokenizer
@@ -99,12 +103,13 @@ class _Handler:
         if request.tools:
             self._form.bridge(request)
             self._form.parser()
-        ids, most = self._form.prompt(request), self._params.max_tokens
+        shown, most = self._form.prompt(request), self._params.max_tokens
+        ids = shown.ids
         if len(ids) >= most:
             raise Refusal(400, f"context_length_exceeded: {len(ids)} tokens, and {most} fit with an answer")
         params = replace(self._params, temperature=temperature, top_p=top_p)
         drawn = (secrets.randbits(63) if seed is None else seed) % 2**63
-        node = Node(None, request, ids, secrets.token_hex(12), drawn)
+        node = Node(None, request, ids, secrets.token_hex(12), drawn, shown.images_at)
         limit = min(request.max_tokens or most, most - len(ids))
         chat = _Chat(node, params, limit, asyncio.get_running_loop().create_future())
         self._arrived.put(chat)
@@ -164,10 +169,31 @@ def _in_flight(chats: Sequence[_Chat]) -> InFlight:
     limits = [min(len(chat.node.ids) + _SLICE, chat.limit) for chat in chats]
     found = InFlight(DataProto(columns), params, limits=limits)
     found.names = chats
+    if any(chat.node.images_at for chat in chats):
+        show_pictures(found, [chat.node for chat in chats])
     for row, chat in enumerate(chats):
         found.lengths[row] = done = len(chat.node.ids)
         found.tokens[row, :done] = torch.tensor(chat.node.ids)
     return found
+
+
+def _texts_of(config: Config, tokenizer: Any, folder: Path) -> PromptPictures | None:
+    """Return the texts of pictures; None for a model of text, or one whose pictures cannot be read here."""
+    if not any((folder / name).is_file() for name in OF_PROCESSORS):
+        return None
+    try:
+        if (
+            config.actor_rollout_ref.rollout.name == "vllm"
+            and importlib.util.find_spec("torchvision") is None
+        ):
+            raise ModelError("vLLM reads them with torchvision: install it, or use --rollout hf")
+        data = config.data
+        bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+        processor = load_processor(folder, tokenizer, **bounds)
+        return None if processor is None else PromptPictures(processor)
+    except ModelError as error:
+        logger.warning("messages with pictures are refused: %s", error)
+        return None
 
 
 @contextlib.contextmanager
@@ -184,12 +210,14 @@ def serving(
     tokenizer = fetch_tokenizer(config, model, models=paths[0], tokenizers=paths[1], weights=True)
     logger.info("loading the model")
     worker = ActorRolloutRefWorker(config, Role.ActorRollout)
+    if (texts := _texts_of(config, tokenizer, worker.model_options(model)["path"])) is not None:
+        worker.set_pictures(MANY)
     worker.init_model()
     worker.sync_rollout(0)
     engine: Any = worker.rollout
     length = config.data.max_prompt_length + config.data.max_response_length
     params = SamplingParams.from_config(config.actor_rollout_ref.rollout, validate=True)
-    form = ChatFormat(config, tokenizer, engine.eos_token_ids, config.agent.parser)
+    form = ChatFormat(config, tokenizer, engine.eos_token_ids, config.agent.parser, texts)
     name = Path(model.lora_adapter_path or model.path).name
     handler = _Handler(name, form, replace(params, max_tokens=length, n=1))
     server = Server(handler, host, port, key_in_path=False, token=token)
