@@ -693,6 +693,8 @@ class TrainRewardModel(TypedDict, total=False):
     """Neighbouring ranks that share each sequence; needs use_remove_padding of actor_rollout_ref.model."""
     max_length: int | None
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
+    sees: bool
+    """Score samples with their pictures; False: with the words [picture] in their places."""
     reward_manager: str | Callable[..., Any]
     """naive (one process), prime (num_workers processes), none (a teacher alone), or an import path."""
     num_workers: int | None

@@ -38,6 +38,7 @@ TURNS = {
 } | {f"agent.{name}" for name in ("path", "command", "parser", "lockstep", "max_calls")}
 REWARDS = {
     *("custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"),
+    "reward_model.sees",
     *("reward_model.model.input_tokenizer", "reward_model.model.path", "reward_model.reward_manager"),
     *("reward_model.reward_kwargs", "reward_model.parts", "reward_model.non_stop_penalty"),
     *("reward_model.penalty_reward_value", "reward_model.min_response_length"),

@@ -15,7 +15,12 @@ import pytest
 import torch
 from picture_rows import APART, answers, options, picture, turns, write_rows
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 import strop
 from strop.checkpoint.folder import auto_class
@@ -23,6 +28,7 @@ from strop.cli.main import main
 from strop.cli.without_torch import needs_torch
 from strop.config.checks.pictures import require_pictures
 from strop.config.load import load_config
+from strop.data.control_tokens import ControlTokens
 from strop.errors import ConfigError, DataError, ModelError, StropError
 from strop.results import Evaluation
 from strop.trainer.build import build_trainer
@@ -228,6 +234,33 @@ def test_a_model_of_text_alone_is_refused_by_its_key(inputs, text_part, tmp_path
         keys += ["reward_model.enable=True", "reward_model.model.input_tokenizer=null"]
     with pytest.raises(StropError, match=rf"{role}\.model\.path=.*text alone \(llama\)"):
         build_trainer(load_config(options(inputs, tmp_path, *keys)))
+
+
+def test_a_reward_model_of_text_reads_words_in_the_places_of_pictures(
+    inputs, text_part, tmp_path, monkeypatch
+):
+    config = AutoModelForCausalLM.from_pretrained(text_part).config
+    config.num_labels = 1
+    torch.manual_seed(3)
+    scorer = AutoModelForSequenceClassification.from_config(config)
+    shutil.copytree(text_part, tmp_path / "scorer")
+    scorer.save_pretrained(tmp_path / "scorer")
+    keys = ["reward_model.enable=True", f"reward_model.model.path={tmp_path / 'scorer'}"]
+    keys += [f"reward_model.model.input_tokenizer={inputs / 'smolvlm'}"]
+    with pytest.raises(ConfigError, match=r"reward_model\.sees=False"):
+        build_trainer(load_config(options(inputs, tmp_path / "run", *keys)))
+    texts = []
+    encode = ControlTokens.encode
+
+    def encoded(self, given, **more):
+        texts.extend(given)
+        return encode(self, given, **more)
+
+    monkeypatch.setattr("strop.data.control_tokens.ControlTokens.encode", encoded)
+    runs.train(options(inputs, tmp_path / "run", *keys, "reward_model.sees=False"))
+    judged = [text for text in texts if "assistant" in text and "[picture]" in text]
+    assert {text.count("[picture]") for text in judged} == {1, 2}
+    assert not any("<image>" in text for text in judged)
 
 
 def test_the_refusal_comes_before_a_model_loads(inputs, tmp_path, monkeypatch):

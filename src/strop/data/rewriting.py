@@ -13,6 +13,7 @@ import torch
 
 from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
+from strop.data.pictures.parts import in_words
 from strop.data.prompts import as_messages, as_taken
 from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
@@ -46,7 +47,7 @@ class Rewriter:
         """Return ``input_ids``, ``attention_mask`` and ``position_ids`` [B, L], padded on the left.
 
         Reads ``responses`` and ``response_mask`` [B, T], ``truncated`` [B], and ``raw_prompt``, the messages
-        kept by ``data.return_raw_chat``, with their ``raw_tools``.
+        kept by ``data.return_raw_chat``, with their ``raw_tools``. Pictures are words, ``[picture]``.
         """
         if "raw_prompt" not in batch.non_tensor_batch:
             raise DataError(
@@ -54,10 +55,12 @@ class Rewriter:
                 "custom data set must provide this column (data.return_raw_chat)"
             )
         columns = batch.batch
+        counts = (columns["images"] != 0).sum(dim=1).tolist() if "images" in columns else [0] * len(batch)
+        prompts = map(in_words, map(as_messages, batch.non_tensor_batch["raw_prompt"]), counts)
         texts = [
-            self._text(prompt, tools, response_T[mask_T.bool()], bool(truncated))
-            for prompt, tools, response_T, mask_T, truncated in zip(
-                batch.non_tensor_batch["raw_prompt"],
+            self._text(messages, tools, response_T[mask_T.bool()], bool(truncated))
+            for messages, tools, response_T, mask_T, truncated in zip(
+                prompts,
                 batch.non_tensor_batch.get("raw_tools", [None] * len(batch)),
                 columns["responses"],
                 columns["response_mask"],
@@ -73,9 +76,8 @@ class Rewriter:
         tensors = [{"input_ids": torch.tensor(row)} for row in rows]
         return collate(tensors, pad_token_id=self.writer.pad_token_id, max_prompt_length=longest)
 
-    def _text(self, prompt: Any, tools: Any, token_ids: Any, truncated: bool) -> str:
+    def _text(self, messages: list[Any], tools: Any, token_ids: Any, truncated: bool) -> str:
         response = self.reader.decode(token_ids, skip_special_tokens=True)
-        messages = as_messages(prompt)
         if messages[-1]["role"] == "assistant":  # the response continues it
             response = messages.pop()["content"] + response
         messages = [*messages, {"role": "assistant", "content": response}]

@@ -35,6 +35,7 @@ class RewardModelWorker(RoleWorker):
         }
         self.rewriter: Rewriter | None = None
         if section.model.input_tokenizer is not None:
+            self.max_pictures = 0  # its samples have words in their places
             self.rewriter = Rewriter(
                 reader=self.load_tokenizer(section.model.input_tokenizer),
                 writer=load_tokenizer(options["path"], trust_remote_code=section.model.trust_remote_code),

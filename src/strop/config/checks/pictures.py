@@ -18,7 +18,10 @@ from strop.errors import ConfigError
 def require_pictures(config: Config | SupervisedConfig) -> None:
     """Raise ``ConfigError`` for all that cannot be used with a data set that has pictures."""
     if isinstance(config, Config):
-        problems = [*_blind(model_paths(config)), *_problems(config)]
+        paths = model_paths(config)
+        if not config.reward_model.sees:
+            paths.pop("reward_model.model.path", None)
+        problems = [*_blind(paths), *_problems(config)]
     else:
         problems = [*_blind(supervised_model_paths(config))]
     if problems:
@@ -47,8 +50,15 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{key}={size} shares rows of text; set it to 1"
     if any(teacher.servers for teacher in teachers_of(config.teacher)):
         yield "teacher.servers get text alone; set teacher.model.path"
-    if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
+    rewards = config.reward_model
+    if rewards.enable and rewards.sees and rewards.model.input_tokenizer is not None:
         yield (
             "reward_model.model.input_tokenizer: samples that are tokenized again lose their pictures; set "
-            "it to null, with a reward model of the policy's family"
+            "it to null, with a reward model of the policy's family, or reward_model.sees=False, which puts "
+            "[picture] in their places"
+        )
+    if rewards.enable and not rewards.sees and rewards.model.input_tokenizer is None:
+        yield (
+            "reward_model.sees=False: the reward model reads the policy's tokens, of which pictures are a "
+            "part; set reward_model.model.input_tokenizer to the policy's tokenizer"
         )

@@ -82,6 +82,8 @@ class RewardModelConfig(Section, resumes=SAME):
         ),
     ]
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
+    sees: Annotated[bool, _NO_MODEL]
+    """Score samples with their pictures; False: with the words [picture] in their places."""
     reward_manager: str
     """naive (one process), prime (num_workers processes), none (a teacher alone), or an import path."""
     num_workers: Annotated[

@@ -110,6 +110,15 @@ def with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[
     return [{**message, "content": [_bare(part) for part in message["content"]]} for message in chat]
 
 
+def in_words(messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return messages of text, with ``[picture]`` in the place of each of ``count`` pictures."""
+    chat = with_places(messages, count) if count else [dict(message) for message in messages]
+    for message in chat:
+        if isinstance(message["content"], list):
+            message["content"] = "".join(part.get("text", "[picture]") for part in message["content"])
+    return chat
+
+
 def with_pictures(
     messages: Sequence[Mapping[str, Any]], pictures: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
