@@ -42,7 +42,8 @@ def _trained(inputs: Path, run: Path, *extra: str, program: str = "") -> tuple[d
     return found, kept
 
 
-@pytest.mark.parametrize("program", ["openai", pytest.param("curl", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_picture_runs has a short one
+@pytest.mark.parametrize("program", ["openai", "curl"])
 def test_a_program_trains_the_weights_of_the_environment_that_it_mirrors(inputs, tmp_path, program):
     if program == "curl" and not (shutil.which("curl") and shutil.which("jq")):
         pytest.skip("curl and jq are not installed")
