@@ -384,6 +384,8 @@ def test_a_picture_that_fails_at_first_use_has_the_same_error(tokenizer):
     [
         ({"images": ["https://example.org/a.png"]}, ("https://example.org", "not downloaded")),
         ({"images": ["none.png"]}, ("none.png", "No such file", "row 0, field images, picture 0")),
+        ({"images": ["a\0.png"]}, ("'a\\x00.png' is no path", "row 0, field images, picture 0")),
+        ({"images": ["~nobody-of-this-name/a.png"]}, ("is no path", "row 0, field images, picture 0")),
         ({"images": [5]}, ("found int 5",)),
         ({"images": ["data:image/png;base64,%%"]}, ("not base64",)),
         ({"images": ["data:image/png,abc"]}, ("expected data:image/...;base64",)),

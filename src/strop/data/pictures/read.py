@@ -89,8 +89,10 @@ class Reader:
 
     def _hold_path(self, value: str, where: str) -> int:
         folder, is_closed = self._folder()
-        path = folder / Path(value).expanduser()
-        if is_closed and not path.resolve().is_relative_to(folder.resolve()):
+        with raised_as(DataError, f"{where}: {value!r:.80} is no path"):  # a null byte, the home of nobody
+            path = folder / Path(value).expanduser()
+            is_inside = path.resolve().is_relative_to(folder.resolve())
+        if is_closed and not is_inside:
             raise DataError(f"{where}: {value}: rows from elsewhere may only name files in {folder}")
         try:
             return pictures.hold_file(path, f"{where}, {value}")
