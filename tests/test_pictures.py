@@ -93,6 +93,23 @@ def test_a_picture_of_any_mode_is_opened_in_rgb(mode: str):
     assert pictures.opened(pictures.hold(encoded)).mode == "RGB"
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("RGBA", "PNG"), ("LA", "PNG"), ("P", "GIF")])
+def test_what_is_transparent_is_white(mode: str, kind: str):
+    drawing = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    drawing.putpixel((1, 2), (0, 0, 0, 255))
+    encoded = file_of(drawing if mode == "P" else drawing.convert(mode), kind)
+    expected = np.full((4, 4, 3), 255)
+    expected[2, 1] = 0
+    np.testing.assert_array_equal(pictures.opened(pictures.hold(encoded)), expected)
+
+
+@pytest.mark.parametrize(("values", "kind"), [(np.uint16, "PNG"), (np.float32, "TIFF")])
+def test_values_of_more_than_8_bits_are_refused_that_would_be_cut(values: type, kind: str):
+    encoded = file_of(Image.fromarray(np.full((4, 4), 3000, values)), kind)
+    with pytest.raises(DataError, match=r"^a scan: .*expected values of 8 bits, found Pillow's mode (I|F)"):
+        pictures.hold(encoded, "a scan")
+
+
 def test_a_photograph_with_a_preview_is_one_picture():
     encoded = file_of(noise(8, 8), "MPO", save_all=True, append_images=[noise(4, 4)])
     assert pictures.size(pictures.hold(encoded)) == (8, 8)

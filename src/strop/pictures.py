@@ -130,12 +130,35 @@ def opened(digest: int) -> Any:
 
 
 def _decoded(encoded: bytes, where: str) -> Any:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB")
+        return rgb(Image.open(io.BytesIO(encoded)))
     except Exception as error:  # decoders raise many kinds
         raise DataError(f"{where}: the picture is damaged: {error}") from error
+
+
+def rgb(picture: Any) -> Any:
+    """Return a ``PIL.Image`` in RGB, turned as its camera says, and on white where it is transparent.
+
+    So do qwen_vl_utils and vLLM; without the white, a drawing on nothing is black on black. Raises
+    ``ValueError`` for values of more than 8 bits, which Pillow cuts to white.
+    """
+    from PIL import Image, ImageOps
+
+    _require_8_bits(picture)
+    picture = ImageOps.exif_transpose(picture)
+    if picture.has_transparency_data:
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    return picture.convert("RGB")
+
+
+def _require_8_bits(picture: Any) -> None:
+    if picture.mode[0] in "IF":
+        raise ValueError(
+            f"expected values of 8 bits, found Pillow's mode {picture.mode}; scale and save it so"
+        )
 
 
 class Sent:
@@ -192,6 +215,7 @@ def _size(encoded: bytes, where: str) -> tuple[int, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             picture = Image.open(io.BytesIO(encoded))
+            _require_8_bits(picture)
             # a photograph with a preview (MPO) has two frames
             is_animated = picture.format != "MPO" and getattr(picture, "is_animated", False)
     except UnidentifiedImageError as error:

@@ -386,6 +386,10 @@ def test_a_picture_that_fails_at_first_use_has_the_same_error(tokenizer):
         ({"images": ["none.png"]}, ("none.png", "No such file", "row 0, field images, picture 0")),
         ({"images": ["a\0.png"]}, ("'a\\x00.png' is no path", "row 0, field images, picture 0")),
         ({"images": ["~nobody-of-this-name/a.png"]}, ("is no path", "row 0, field images, picture 0")),
+        (
+            {"images": [Image.new("I;16", (4, 4), 3000)]},
+            ("rows:rows, row 0", "8 bits, found Pillow's mode I;16"),
+        ),
         ({"images": [5]}, ("found int 5",)),
         ({"images": ["data:image/png;base64,%%"]}, ("not base64",)),
         ({"images": ["data:image/png,abc"]}, ("expected data:image/...;base64",)),

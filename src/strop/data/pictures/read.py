@@ -187,8 +187,6 @@ def _url(encoded: bytes) -> str:
 
 
 def _encoded(picture: Any) -> bytes:
-    from PIL import ImageOps
-
     file = io.BytesIO()
-    ImageOps.exif_transpose(picture).convert("RGB").save(file, "PNG", compress_level=1)
+    pictures.rgb(picture).save(file, "PNG", compress_level=1)
     return file.getvalue()
