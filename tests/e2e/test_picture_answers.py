@@ -247,15 +247,15 @@ def test_an_adapter_is_what_peft_loads_on_the_base_model(inputs, tmp_path, kind)
     assert abs(found - start) > 1e-3
 
 
-def test_ppo_with_a_trained_reward_model_that_sees(inputs, tmp_path):
+def test_ppo_with_a_trained_reward_model_that_sees(inputs, tmp_path, caplog):
+    caplog.set_level("INFO")
     train("train-rm", options(inputs, tmp_path / "rm", f"data.val_files={inputs / 'train.jsonl'}"))
+    used = next(text for text in caplog.messages if text.startswith("use: "))
     task = picture_rows.inputs(tmp_path)
     keys = (
         f"actor_rollout_ref.model.path={inputs / 'smolvlm'}",
         f"critic.model.path={tmp_path / 'rm' / 'final_model'}",
-        "reward_model.enable=True",
-        f"reward_model.model.path={tmp_path / 'rm' / 'final_model'}",
-        "reward_model.model.input_tokenizer=null",
+        *used.split()[1:],
         "custom_reward_function.path=null",
         "data.answer_key=null",
         "trainer.total_training_steps=1",

@@ -320,7 +320,9 @@ class Run(ABC):
         if not auto.endswith("SequenceClassification"):
             logger.info("eval:  strop eval %s --data FILE%s", run, self._environment_keys())
         else:
-            logger.info("use:   reward_model.enable=True reward_model.model.path=%s", shlex.quote(str(model)))
+            sees = " reward_model.model.input_tokenizer=null" if self.trainer.max_pictures else ""
+            path = shlex.quote(str(model))
+            logger.info("use:   reward_model.enable=True reward_model.model.path=%s%s", path, sees)
         logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
 
     def _environment_keys(self) -> str:
