@@ -421,6 +421,17 @@ def test_what_cannot_be_used_is_named(row, found, tokenizer):
         )
 
 
+def test_two_columns_of_pictures_need_a_choice(tokenizer):
+    one, other = picture(20, 20), picture(30, 20)
+    rows = [
+        {"prompt": "red", "images": [one], "image": None},
+        {"prompt": "red", "images": [], "image": other},
+    ]
+    with pytest.raises(DataError, match=naming("rows:rows", "images and image", "data.image_key")):
+        dataset(rows, tokenizer)
+    assert [len(row) for row in dataset(rows, tokenizer, image_key="images").pictures.images] == [1, 0]
+
+
 def test_pictures_and_a_model_of_text_alone(tmp_path):
     tiny_model.save(tmp_path)
     rows = [{"prompt": "red"}, {"prompt": "red", "images": [picture(20, 20)]}]

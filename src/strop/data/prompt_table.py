@@ -157,7 +157,7 @@ def read_prompt_table(
     dotted name (``extra_info.answer``) reaches into nested columns, and becomes a column itself. A chat that
     is stored as text becomes messages, one of the answers ``chosen``, ``rejected`` and ``response`` its text.
     ``tools_key`` names the column of tools, if there is one. ``image_key`` names that of pictures, which
-    :mod:`strop.pictures` holds (``auto``: the first one of ``COLUMNS``; None: pictures are refused).
+    :mod:`strop.pictures` holds (``auto``: that of ``COLUMNS`` with values; None: pictures are refused).
     ``defaults`` are columns with one value in all rows, for files that lack them.
 
     Raises :class:`DataError` for a missing or unreadable file, one without rows or without one of these
@@ -238,7 +238,10 @@ def _with_pictures(
     names = [
         name for name in (COLUMNS if image_key == "auto" else (image_key,)) if name in table.column_names
     ]
-    column = next((name for name in names if has_values(table.column(name))), None)
+    filled = [name for name in names if has_values(table.column(name))]
+    if len(filled) > 1:
+        raise DataError(f"{name}: the columns images and image have values; name one in data.image_key")
+    column = next(iter(filled), None)
     has_parts = _may_have_parts(table, prompt_key)
     if column is None and not has_parts:
         return table, [()] * len(table)

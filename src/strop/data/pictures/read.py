@@ -20,7 +20,7 @@ from strop.errors import DataError, raised_as
 from strop.pictures import Picture
 
 COLUMNS = ("images", "image")
-"""Columns of pictures where ``data.image_key`` is ``auto``, the first one that has values."""
+"""Columns of pictures where ``data.image_key`` is ``auto``: the one that has values."""
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
