@@ -57,6 +57,7 @@ def run(tmp_path_factory):
     logging.getLogger("strop").addHandler(handler)
     keys = ("trainer.test_freq=1", "trainer.log_val_generations=4", "reward_model.val_num_examine=2")
     vision._recent.clear()
+    vision.take_work()  # of other runs in this process
     logger = "trainer.logger=[console, tensorboard, test_tracking_pictures:Recorder]"
     try:
         runs.train(picture_rows.options(picture_rows.inputs(folder), folder / "run", logger, *keys))

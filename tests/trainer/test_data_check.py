@@ -189,7 +189,7 @@ def test_a_built_in_scorer_is_tried_in_its_own_form(inputs, tmp_path):
         ]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
         options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
-        warnings, errors, row, _ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
+        warnings, errors, row, *_ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
         assert errors == []
         assert not any("response" in line for line in warnings)
         return row and [(one.response, one.value) for one in row.tried]
@@ -309,7 +309,7 @@ def test_the_turns_of_an_environment_are_shown(inputs, tmp_path):
     )
     key = f"environment.path={tmp_path}/own.py:Own"
     room = "data.max_prompt_length=32"  # for the text of reset
-    *_, errors, _, turns = check_inputs(load_config(overrides(inputs, tmp_path / "run", key, room)))
+    _, errors, _, turns, _ = check_inputs(load_config(overrides(inputs, tmp_path / "run", key, room)))
     assert errors == []
     prompt, texts, history = turns
     assert texts == [
@@ -348,6 +348,6 @@ def test_a_text_of_reset_with_which_there_is_no_prompt_is_an_error(inputs, tmp_p
         f"class Own:\n    def reset(self): return {text!r}\n    def respond(self, response): ...\n"
     )
     keys = (f"environment.path={tmp_path}/own.py:Own", f"data.chat_template={tmp_path / 'chat.jinja'}")
-    *_, errors, _, _ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *keys)))
+    _, errors, *_ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *keys)))
     assert len(errors) == 1
     assert mentions(errors[0], *named)

@@ -173,12 +173,10 @@ def default_name(
         if facts.resumes == SAME_MODEL and name != "path" and not adapters:
             continue
         value = value_of(key)
-        if value == default_of(key):
+        if value == default_of(key) or is_the_same(key, value, default_of(key)):
             continue
         if facts.names_files and isinstance(value, str | list):
             value = [_absolute(path) for path in ([value] if isinstance(value, str) else value)]
-        elif is_the_same(key, value, "naive"):
-            value = "naive"
         trained |= values_of({key: value})
     estimator = value_of("algorithm.adv_estimator")
     trained |= {"algorithm.adv_estimator": estimator, "trainer.seed": value_of("trainer.seed")}

@@ -29,6 +29,9 @@ TRACKERS: dict[str, str] = {
 OPTIONAL_PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 """Trackers that need the package, and the extra, of their own name."""
 
+PIXELS_REMEMBERED = 1 << 28
+"""Bytes of processed pictures that a process keeps, which a forecast of memory counts."""
+
 NO_REWARD = "none"
 REWARD_MANAGERS = ("naive", "prime", NO_REWARD)
 """One class with one process or several, or no score in training: ``strop.rewards.loading``."""

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from strop import pictures, ranks
-from strop.config.memory.shapes import PIXELS_REMEMBERED
+from strop.config.names import PIXELS_REMEMBERED
 from strop.errors import ModelError
 from strop.models.heads import part_of
 from strop.models.inputs import PassInputs, Reader

@@ -19,7 +19,6 @@ import torch
 
 from strop.algorithms.token_tree import plain
 from strop.config.backends import ROLLOUTS, load_backend
-from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.errors import ConfigError, DataError, TrainingError
 from strop.protocol import DataProto
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from strop.agents.program import ProgramPool
     from strop.config.schema import Config
     from strop.config.schema.policy import RolloutConfig
+    from strop.data.pictures.expand import PromptPictures
     from strop.environments.loading import Environments
     from strop.environments.pool import EnvironmentPool
 
@@ -211,6 +211,8 @@ class RolloutSpec:
         """The texts of pictures, by the model's processor; None where rows have none."""
         if not self.max_pictures:
             return None
+        from strop.data.pictures.expand import PromptPictures, load_processor  # imports rich
+
         data = self.config.data
         bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
         return PromptPictures(load_processor(self.model["path"], self.tokenizer, **bounds))

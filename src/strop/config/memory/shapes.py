@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from strop.config.backends import total
 from strop.config.memory.facts import ModelFacts, count_parameters, trained_whole
+from strop.config.names import PIXELS_REMEMBERED
 from strop.config.paths import ADAPTER_WEIGHTS, expand
 from strop.config.placement import uses_gpu
 from strop.config.schema import RootConfig
@@ -23,8 +24,6 @@ from strop.config.schema.model import ModelConfig
 FLOAT32 = 4
 TRAINED = 4 * FLOAT32  # weight, gradient and two moments
 ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
-PIXELS_REMEMBERED = 1 << 28
-"""Bytes of processed pictures that a process keeps."""
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
 

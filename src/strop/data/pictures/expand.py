@@ -8,15 +8,17 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from strop import pictures
-from strop.config.memory.shapes import FLOAT32, PictureBytes
 from strop.data.fetch import progress_bar
 from strop.data.pictures.parts import Expansion, Shown
 from strop.errors import DataError, ModelError, raised_as
+
+if TYPE_CHECKING:
+    from strop.config.memory.shapes import PictureBytes
 
 
 class PromptPictures:
@@ -71,6 +73,8 @@ class PromptPictures:
 
     def memory(self) -> PictureBytes:
         """Return the bytes of the pictures and of their processed pixels."""
+        from strop.config.memory.shapes import FLOAT32, PictureBytes  # imports pydantic
+
         each = dict.fromkeys(digest for row in self.images for digest in row)
         files = (picture.file for picture in pictures.files(each).values())
         return PictureBytes(
