@@ -103,8 +103,12 @@ _RAY_RUNS = (
 )
 # Tests that mostly wait: for deadlines, or for processes that start and end.
 _WAITING = (
+    "tests/agents/",
     "tests/controller/",
     "tests/rewards/",
+    "tests/rollout/test_http_",
+    "tests/e2e/test_stopped_runs.py",
+    "tests/trainer/test_lost_folder.py",
     "tests/e2e/test_ray",
     "tests/data/test_data_download_processes.py",
     "tests/data/test_data_hub.py",
