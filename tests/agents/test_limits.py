@@ -183,11 +183,11 @@ def _breaks(base_url, number):
 
 
 def test_programs_that_break_cost_their_sessions_and_leave_no_process():
-    with agents(_breaks, prompts=8, timeout=5) as played:
+    with agents(_breaks, prompts=8, timeout=12) as played:
         result = played.play()
     expected = ["error", "error", "error", "stop", "stop", "error", "error", "stop"]
     assert _ended(result) == expected
-    assert "agent.timeout=5 s" in _error(result)
+    assert "agent.timeout=12 s" in _error(result)
     assert "ValueError: no" in _error(result, 1)
     assert "returned nan: expected a text, or a score" in _error(result, 5)
     assert "returned [1]" in _error(result, 6)
