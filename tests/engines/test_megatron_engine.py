@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from strop.engines.megatron.roles import StagedValues
 from strop.engines.torch.export import export_from_shards
 from strop.engines.torch.state import stored_shapes
+from strop.models.comparison import few_rows
+from strop.models.loader import load_scorer
 from strop.models.lora import LoraSettings
+from strop.models.scorer import ValueModel
 
 import tiny_model
 from messages import mentions
@@ -359,3 +363,13 @@ def test_what_it_cannot_hold_is_named(folders, ranks, tmp_path):
     for world, folder, sizes, options, words in refusals:
         [message] = ranks.run(world, jobs.refusal, folder, "policy", sizes, options)
         assert mentions(message, *words)
+
+
+def test_a_stage_without_a_head_knows_the_familys_own_figures(tmp_path):
+    tiny_model.save(tmp_path)
+    model = load_scorer(tmp_path, fresh_head_seed=1)
+    batch = few_rows(model.config.vocab_size, torch.device("cpu"))
+    with torch.no_grad():
+        expected = ValueModel(model, packed=False).own_figures(batch)
+        assert expected.any()
+        assert torch.equal(StagedValues(model, packed=True).own_figures(batch), expected)

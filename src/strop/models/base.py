@@ -305,7 +305,8 @@ class RoleModel(nn.Module):
     def own_scores(self, batch: Mapping[str, Tensor], ids_BL: Tensor) -> Tensor:
         """Return the scalar head's figure [B, L] at every token, by the family's own forward pass."""
         own = self.reader.own(batch, ids_BL)
-        return self.scalar_head(self.hugging_face_model.base_model(**own, use_cache=False).last_hidden_state)
+        hidden = self.hugging_face_model.base_model(**own, use_cache=False).last_hidden_state
+        return RoleModel.scalar_head(self, hidden)  # a stage of a pipeline may have no head
 
     def whole(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sum the outputs over the ranks that share the batch; each has zeros for tokens of other ranks."""
