@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -24,3 +25,10 @@ def run_alone(command: list[str], log: Path) -> Used:
     if status:
         raise SystemExit(log.read_text()[-4000:])
     return Used(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def measure(script: str, python: Path, system: str, folder: Path, steps: int) -> tuple[list[float], Used]:
+    """Run a system of ``script``, which leaves its curve in ``folder``; return the curve and what it used."""
+    command = [str(python), script, "--system", system, "--folder", str(folder), "--steps", str(steps)]
+    used = run_alone(command, folder / f"{system}.log")
+    return json.loads((folder / "curve.json").read_text()), used

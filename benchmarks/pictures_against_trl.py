@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "examples"), str(HERE.parent / "tests")]
 
-from alone import Used, run_alone  # noqa: E402
+from alone import measure  # noqa: E402
 from picture_demo import COLOURS, rows  # noqa: E402
 
 PROMPTS, SAMPLES, LR, SHORT = 32, 8, 1e-3, 12
@@ -148,13 +148,6 @@ def run_strop(folder: Path, steps: int) -> list[float]:
     return run.metrics["critic/score/mean"]
 
 
-def measure(python: Path, system: str, folder: Path, steps: int) -> tuple[list[float], Used]:
-    """Run a system; return its curve and what it used."""
-    command = [str(python), __file__, "--system", system, "--folder", str(folder), "--steps", str(steps)]
-    used = run_alone(command, folder / f"{system}.log")
-    return json.loads((folder / "curve.json").read_text()), used
-
-
 def main() -> None:
     """Compare, and print a table."""
     arguments = argparse.ArgumentParser(description=__doc__)
@@ -176,7 +169,8 @@ def main() -> None:
     for _ in range(given.rounds):
         for name, python in pythons.items():
             short, long = (
-                measure(python, name.split()[0].lower(), folder, n)[1].cpu_seconds for n in (2, SHORT)
+                measure(__file__, python, name.split()[0].lower(), folder, n)[1].cpu_seconds
+                for n in (2, SHORT)
             )
             seconds[name].append((long - short) / (SHORT - 2))
     shown = [number for number in (1, 15, 30, 45, 60, 75, 90, 120, 150, 200, 300) if number <= given.steps]
@@ -187,7 +181,7 @@ def main() -> None:
         "| --- | ---: | ---: | " + " | ".join("---:" for _ in shown) + " |",
     ]
     for name, python in pythons.items():
-        curve, used = measure(python, name.split()[0].lower(), folder, given.steps)
+        curve, used = measure(__file__, python, name.split()[0].lower(), folder, given.steps)
         costs = f"{statistics.median(seconds[name]):.2f} ({', '.join(f'{one:.2f}' for one in seconds[name])})"
         values = " | ".join(f"{curve[number - 1]:.2f}" for number in shown)
         table.append(f"| {name} | {costs} | {used.peak_mb:.0f} | {values} |")

@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "examples"), str(HERE.parent / "tests" / "turns")]
 
-from alone import run_alone  # noqa: E402
+from alone import measure  # noqa: E402
 
 from trl_environments import IncrementEnv  # noqa: E402
 
@@ -185,14 +185,6 @@ def lines_of(function) -> int:
     return source[source.index("# system: begin") : source.index("# system: end")].count("\n") - 1
 
 
-def measure(python: Path, system: str, folder: Path, steps: int) -> tuple[list[float], float]:
-    """Run a system; return its curve and the CPU seconds of its processes."""
-    out = folder / "curve.json"
-    command = [str(python), __file__, "--system", system, "--folder", str(folder), "--steps", str(steps)]
-    used = run_alone(command, folder / f"{system}.log")
-    return json.loads(out.read_text()), used.cpu_seconds
-
-
 def main() -> None:
     """Compare, and print a table."""
     arguments = argparse.ArgumentParser(description=__doc__)
@@ -213,9 +205,9 @@ def main() -> None:
     seconds, curves = {name: [] for name in pythons}, {}
     for _ in range(given.rounds):
         for name, python in pythons.items():
-            _, short = measure(python, name, folder, 2)
-            curves[name], long = measure(python, name, folder, given.steps)
-            seconds[name].append((long - short) / (given.steps - 2))
+            _, short = measure(__file__, python, name, folder, 2)
+            curves[name], long = measure(__file__, python, name, folder, given.steps)
+            seconds[name].append((long.cpu_seconds - short.cpu_seconds) / (given.steps - 2))
     shown = [number for number in (1, 2, 3, 5, 8, 12, 16, 20, 30, 40) if number <= given.steps]
     table = [
         "| system | lines | CPU s a step (each round) | " + " | ".join(f"step {n}" for n in shown) + " |",

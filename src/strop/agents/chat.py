@@ -78,7 +78,7 @@ class ChatRequest(NamedTuple):
     sampling: dict[str, float]
     """temperature and top_p, where the request has them."""
     pictures: tuple[Picture, ...] = ()
-    """Those of the messages, which name them."""
+    """Pictures of the messages, which name them."""
 
     def after(self, before: ChatRequest, history: tuple[str, ...]) -> ChatRequest:
         """Return the request with the objects of the one ``before``, of which it repeats ``history``."""

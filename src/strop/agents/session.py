@@ -43,7 +43,7 @@ class Node:
     seed: int | None
     """None: greedy."""
     images_at: tuple[int, ...] = ()
-    """Of ``inserted``: see ``Shown``."""
+    """Pictures of ``inserted``, as ``Shown`` has them."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def shown(self) -> Shown:
-        """What the chat template wrote for this node."""
+        """Tokens and pictures that the chat template wrote for this node."""
         return Shown(self.inserted, self.images_at)
 
     @property
@@ -156,7 +156,7 @@ class Session:
         """Answered, in the order of the answers."""
         self.open: list[Node] = []
         self.pictures: dict[int, Picture] = {}
-        """Those of all requests."""
+        """Pictures of all requests."""
         self.ended_by, self.error = "", ""
         self.refused_by = ""
         """The limit for which a request was refused, a word of ``ENDED_BY``."""

@@ -75,7 +75,7 @@ class Episodes:
             "turn_length": settings.turn_length or 2**31 - 1,
             "shows_pictures": form.reads_pictures,
         }
-        """Of ``InFlight``."""
+        """Arguments of ``InFlight``."""
         self._episodes: weakref.WeakKeyDictionary[InFlight, dict[int, _Episode]] = weakref.WeakKeyDictionary()
         self._n_named = 0
         self._warned: set[str] = set()

@@ -122,7 +122,7 @@ class InFlight:
         self.images_at = torch.zeros(rows, params.max_tokens, dtype=torch.long) if shows_pictures else None
         """See ``strop.pictures``; None: turns are text."""
         self.images_before: list[list[int]] = []
-        """The same of the last tokens of each prompt, where it is a context of turns; else empty."""
+        """``images_at`` of the last tokens of each prompt, where it is a context of turns; else empty."""
         self.files: dict[int, Picture] = {}
         """The pictures of turns."""
         self.lengths = torch.zeros(rows, dtype=torch.long)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strop.data.control_tokens import PromptError
+from strop.pictures import name
 
 MARK = "<image>"
 """Place of a picture in a text, as in files of verl."""
@@ -132,7 +133,7 @@ def with_pictures(
 
 def named(digest: int) -> dict[str, str]:
     """Return the part with a picture that is held."""
-    return {"type": "image", "image": f"{digest:016x}"}
+    return {"type": "image", "image": name(digest)}
 
 
 def digests_in(messages: Sequence[Any]) -> list[int]:

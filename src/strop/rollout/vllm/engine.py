@@ -332,7 +332,7 @@ class VLLMRollout(QueuedRollout):
         prompt: Any = {
             "prompt_token_ids": self._texts.unexpanded(plain, images_at),
             "multi_modal_data": {"image": [pictures.opened(digest) for digest in digests]},
-            "multi_modal_uuids": {"image": [f"{digest:016x}" for digest in digests]},
+            "multi_modal_uuids": {"image": [*map(pictures.name, digests)]},
         }
         (rendered,) = list[Any](self._llm.renderer.render_cmpl([prompt]))
         if (found := rendered["prompt_token_ids"]) != plain:
