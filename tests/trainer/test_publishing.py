@@ -10,12 +10,14 @@ import pytest
 import yaml
 from hub import COMMIT, UploadHub, serving
 from huggingface_hub import ModelCard, constants
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig
 
 from strop.checkpoint.model_card import model_card
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_tree, to_yaml
 from strop.config.trees import SFT
+from strop.models.loader import load_scorer
 
 from messages import mentions
 from supervised_runs import make_inputs, overrides, undrawn
@@ -176,6 +178,20 @@ def test_a_card_shows_no_secret_and_no_default(inputs, tmp_path):
     assert "model.override_config.initializer_range: 0.5" in card
     assert "grad_clip" not in card
     assert "data.train_batch_size: 8" in card
+
+
+def test_the_code_of_a_card_loads_a_scorer_that_transformers_lacks(inputs, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    language = AutoModelForCausalLM.from_config(GraniteConfig(vocab_size=300, **sizes))
+    language.save_pretrained(tmp_path / "language")
+    load_scorer(tmp_path / "language", fresh_head_seed=1).save_pretrained(tmp_path / "scorer")
+    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "scorer")
+    card = model_card(tmp_path / "scorer", str(tmp_path / "scorer"), "v1", run_folder=None, step=None)
+    loaded = {}
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], loaded)
+    assert "scorer_config(" in card  # in this process the class is registered since load_scorer
+    assert type(loaded["model"]).__name__ == "GraniteForSequenceClassification"
+    assert "scorer_config(" not in model_card(inputs / "model", "a/b", "v1", run_folder=None, step=None)
 
 
 def test_check_names_what_publishing_lacks(inputs, tmp_path, hub, monkeypatch):

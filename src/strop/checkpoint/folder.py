@@ -118,6 +118,19 @@ def auto_class(folder: Path) -> str:
     )
 
 
+def defined_by_strop(folder: Path) -> bool:
+    """Return whether transformers has no class for the scorer in a folder; see docs/models.md."""
+    try:
+        found = str(json.loads((folder / "config.json").read_text())["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    if not found.endswith("ForSequenceClassification"):
+        return False
+    import transformers  # takes a second
+
+    return found not in dir(transformers)
+
+
 def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path:
     """Return the Hugging Face folder of a run folder or checkpoint; see ``source_in``.
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from strop.checkpoint.folder import auto_class
+from strop.checkpoint.folder import auto_class, defined_by_strop
 from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
 from strop.config.trees import TREES, Tree
@@ -68,6 +68,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
         name=repo_id.rpartition("/")[2],
         summary=_summary(command, values, base, last),
         auto=auto_class(model),
+        own=defined_by_strop(model),
         repo_id=repo_id,
         revision=revision,
         addresses={name: redacted_text(str(address)) for name, address in addresses.items()},

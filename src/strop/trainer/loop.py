@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.checkpoint.folder import auto_class, has_weights, newest_model
+from strop.checkpoint.folder import auto_class, defined_by_strop, has_weights, newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
@@ -323,6 +323,9 @@ class Run(ABC):
             sees = " reward_model.model.input_tokenizer=null" if self.trainer.max_pictures else ""
             path = shlex.quote(str(model))
             logger.info("use:   reward_model.enable=True reward_model.model.path=%s%s", path, sees)
+        if defined_by_strop(model):
+            config = f"transformers.AutoConfig.from_pretrained({str(model)!r})"
+            logger.info("load:  strop.models.heads.scorer_config(%s), which adds the class; then:", config)
         logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
 
     def _environment_keys(self) -> str:
