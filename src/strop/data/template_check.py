@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -53,12 +54,19 @@ def require_end(tokenizer: Any, where: str, variables: Mapping[str, Any] | None 
         **tokenizer.special_tokens_map,
         **(variables or {}),
     }
-    text = json.dumps([_GENERATION.sub("", template), given], default=str)
-    command = [sys.executable, "-c", _RENDER]
-    try:
-        subprocess.run(command, input=text.encode(), capture_output=True, timeout=_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
+    if not _ends(json.dumps([_GENERATION.sub("", template), given], default=str)):
         raise DataError(
             f"{where}: the chat template did not end within {_LIMIT_S:g} s for one message; expected one "
             "that renders at once. Correct it, or set data.chat_template to another"
-        ) from None
+        )
+
+
+@functools.cache
+def _ends(template_and_variables: str) -> bool:
+    command = [sys.executable, "-c", _RENDER]
+    given = template_and_variables.encode()
+    try:
+        subprocess.run(command, input=given, capture_output=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
