@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,8 +128,7 @@ def name_experiment(values: Values, tree: Tree) -> Values:
     """
     if not values.has_section("trainer") or values.select(_EXPERIMENT) is not None:
         return values
-    default_of = partial(OmegaConf.select, tree.defaults())
-    name = default_name(tree.name.removesuffix("_trainer"), values.select, default_of, tree.schema)
+    name = default_name(tree.name.removesuffix("_trainer"), values.select, tree.default, tree.schema)
     named = values.derived({_EXPERIMENT: name}, "named after what the run trains")
     folder = named.select(_RUN_FOLDER)
     if not isinstance(folder, str) or Path(folder).name in (name, ""):

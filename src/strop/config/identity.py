@@ -7,6 +7,7 @@ commands: learning rates, lengths, batch sizes, validation, logging.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import json
@@ -165,12 +166,16 @@ def default_name(
         schema: the tree of these keys.
     """
     trained: dict[str, Any] = {}
+
+    @functools.cache
+    def has_adapters(section: str) -> bool:
+        return bool(value_of(f"{section}.lora_rank") or value_of(f"{section}.lora_adapter_path"))
+
     for key, facts in all_keys(schema).items():
         section, _, name = key.rpartition(".")
         if not decides_what_is_trained(facts):
             continue
-        adapters = value_of(f"{section}.lora_rank") or value_of(f"{section}.lora_adapter_path")
-        if facts.resumes == SAME_MODEL and name != "path" and not adapters:
+        if facts.resumes == SAME_MODEL and name != "path" and not has_adapters(section):
             continue
         value = value_of(key)
         if value == default_of(key) or is_the_same(key, value, default_of(key)):

@@ -54,6 +54,11 @@ class Tree(Generic[Root]):
             value = value.get(word) if isinstance(value, dict) else None
         return value
 
+    @cache  # noqa: B019
+    def default(self, path: str) -> Any:
+        """Return a key's default beside the other defaults; None if there is no such key."""
+        return OmegaConf.select(self.defaults(), path)
+
     def followed_by(self, path: str) -> str | None:
         """Return the key that the default of ``path`` is, as in ``${data.max_prompt_length}``."""
         default = self.raw_default(path)
