@@ -105,6 +105,18 @@ KINDS = {
         {"kwargs": f'{{"a": {{"token": "{S}"}}}}'},
         [f'reward.kwargs={{"headers": {{"X": "{S}"}}}}'],
     ],
+    "entries of an environment": [
+        {"env": [{"name": "API_KEY", "value": S}]},
+        {"env": [{"name": "PLAIN", "value": "x"}, {"name": "dbPassword", "value": S}]},
+        {"name": "HF_TOKEN", "value": S},
+        {"env": [{"value": 83261947, "name": "SECRET"}]},
+    ],
+    "a login after -u": [
+        ["curl", "-u", f"ada:{S}", "https://host/x"],
+        {"command": f"curl --user ada:{S} https://host/x"},
+        {"command": f"curl -u 'ada:{S}' https://host/x"},
+        ["curl", f"--proxy-user=ada:{S}"],
+    ],
     "forms of services": [
         {"name": f"hf_{S}"},
         {"name": f"sk-proj-{S}"},
@@ -180,6 +192,8 @@ ORDINARY = {
         "a.yaml",
         "max_tokens=512",
         "--out=token",
+        "-u",
+        "1000:1000",
         "data.prompt_key=prompt",
     ],
 }

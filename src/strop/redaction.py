@@ -65,6 +65,10 @@ _PAIR = re.compile(
 _FLAG = re.compile(
     r"(?<!\S)--?(?P<name>[a-z][\w.-]{0,99})(?P<quote>)(?P<sign>\s)\s{0,9}(?=[^\s-])", re.IGNORECASE
 )
+_LOGIN = re.compile(
+    r"(?<!\S)(-u|--user|--proxy-user)([ =]{1,9})(?!\d+:\d+(?!\S))['\"]?[^\s:'\"]{1,100}:[^\s'\"]+['\"]?"
+)
+"""User and password of curl, wget and others; a user and group in numbers is docker's."""
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\{[^}]*\}|\[[^\]]*\]"
 _WORD = re.compile(rf"{_QUOTED}|[^\s,;&\"'}}\])]+")
 _LINE = re.compile(rf"{_QUOTED}|[^\n,\"'}}\]]{{1,4000}}")
@@ -79,11 +83,16 @@ def redacted(value: Any, name: str = "") -> Any:
     """
     if isinstance(value, Mapping):
         above = name if _is_hidden(name, "x") else ""
+        entry = value.get("name")  # of an environment: {name: API_KEY, value: ...}
+        if isinstance(entry, str) and "value" in value and _is_hidden(entry, value["value"]):
+            value = {**value, "value": HIDDEN}
         return {
             redacted_text(key) if isinstance(key, str) else key: redacted(item, above or str(key))
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
+        logins = (_LOGIN.fullmatch(f"{flag} {item}") for flag, item in itertools.pairwise(["", *value]))
+        value = [HIDDEN if login else item for login, item in zip(logins, value, strict=True)]
         flags = [re.fullmatch(r"--?([a-zA-Z][\w.-]*)", str(item)) for item in value]
         above = [name, *(flag[1] if flag else name for flag in flags)]
         return [
@@ -104,6 +113,7 @@ def redacted_text(text: str) -> str:
     """Return a text without what looks like a credential; the queries of URLs stay."""
     text = _without_named(_FLAG, _without_named(_PAIR, text))
     text = _SCHEME.sub(rf"\1 {HIDDEN}", _FORM.sub(HIDDEN, text))
+    text = _LOGIN.sub(rf"\1\2{HIDDEN}", text)
     text = _USER_OF_HOST.sub(f"{HIDDEN}@", _USER.sub(_without_user, text))
     text = _WEB.sub(_without_segments, text)
     return _HEX.sub(lambda found: found[0] if found[1] else HIDDEN, text)
