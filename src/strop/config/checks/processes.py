@@ -31,7 +31,8 @@ def worker_group(config: RootConfig) -> Iterator[Finding]:
             "or ray"
         )
     elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
-        yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
+        what = f"a run of {processes} processes" if processes > 1 else "trainer.worker_group=ray"
+        yield error(f"{what} needs Ray, which is not installed: pip install 'strop[ray]'")
 
 
 def placement(config: Config) -> Iterator[Finding]:
