@@ -112,9 +112,9 @@ def _below(section: type[Section], name: str, classes: dict[str, str]) -> list[F
     for key, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
-            doc = (inner.__doc__ or "").strip().splitlines()[0]
+            doc = _first_line(inner)
             own = name + "".join(word.capitalize() for word in key.split("_"))
-            kind = _class(own, doc, _below(inner, own, classes), classes)
+            kind = _class(own, doc, _below(inner, own, classes), classes, inner)
         else:
             doc, kind = field.description or "", OBJECTS.get(key) or _kind(inner)
             if FILES in field.metadata or key.endswith(("_dir", "path")):
@@ -123,11 +123,32 @@ def _below(section: type[Section], name: str, classes: dict[str, str]) -> list[F
     return found
 
 
-def _class(name: str, doc: str, fields: list[Field], classes: dict[str, str]) -> str:
-    """Add a class unless an equal one is there; return the name of the one that is."""
-    lines = [f"    {field.name}: {field.kind}\n    {_quoted(field.doc)}" for field in fields]
-    body = "(TypedDict, total=False):\n    " + "\n".join([f"{_quoted(doc)}\n", *lines]) + "\n"
+def _class(
+    name: str, doc: str, fields: list[Field], classes: dict[str, str], section: type[Section] = Section
+) -> str:
+    """Add a class unless an equal one is there; return the name of the one that is.
+
+    Its base is that of the ``section`` whose fields it all has, with the same types and documentation.
+    """
+    base, inherited = "TypedDict", list[Field]()
+    for parent in section.__mro__[1:]:
+        if issubclass(parent, Section) and parent is not Section and len(parent.__subclasses__()) > 1:
+            shared = _below(parent, name, dict(classes))
+            if set(shared) <= set(fields):
+                own = parent.__name__.removesuffix("Config") + "Keys"
+                inherited, base = shared, _class(own, _first_line(parent), shared, classes, parent)
+                break
+    lines = [
+        f"    {field.name}: {field.kind}\n    {_quoted(field.doc)}"
+        for field in fields
+        if field not in inherited
+    ]
+    body = f"({base}, total=False):\n    " + "\n".join([f"{_quoted(doc)}\n", *lines]) + "\n"
     return classes.setdefault(body, name)
+
+
+def _first_line(section: type[Section]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
 
 
 def _quoted(doc: str) -> str:

@@ -33,8 +33,8 @@ class PretrainedModel(Protocol):
 Rows = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]] | Frame | Table
 
 
-class TrainData(TypedDict, total=False):
-    """Prompts for training and validation."""
+class RowsKeys(TypedDict, total=False):
+    """Rows for training and validation."""
 
     tokenizer: str | Path | None
     """Tokenizer folder or name; null: the one of the model that is trained."""
@@ -65,7 +65,7 @@ class TrainData(TypedDict, total=False):
     allow_special_tokens: bool
     """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
     train_batch_size: int
-    """Prompts per iteration, rollout.n answers each. If not set, and there are fewer rows: 32 or fewer."""
+    """Rows per iteration (strop train: of rollout.n answers each). If not set, with fewer: 32 or fewer."""
     val_batch_size: int
     """Rows in one batch of validation; it never changes a result."""
     max_prompt_length: int
@@ -78,6 +78,11 @@ class TrainData(TypedDict, total=False):
     """Processes that tokenise the files; null: one for each core."""
     cache_dir: str | Path
     """Folder for tokenised files and for files fetched from a URL; models from the hub go into HF_HOME."""
+
+
+class TrainData(RowsKeys, total=False):
+    """Prompts for training and validation."""
+
     reward_fn_key: str
     """Column that names the scorer of a row (its data source)."""
     data_source: str | None
@@ -96,8 +101,8 @@ class TrainData(TypedDict, total=False):
     """Drop prompts over max_prompt_length, and log how many; False: as data.truncation says."""
 
 
-class TrainTrainer(TypedDict, total=False):
-    """The run, and the placement of its roles."""
+class RunKeys(TypedDict, total=False):
+    """The run."""
 
     total_epochs: int
     """Passes over the training prompts."""
@@ -155,6 +160,11 @@ class TrainTrainer(TypedDict, total=False):
     """Branch; null: EXPERIMENT__SEED__TIME (Unix), which a resume uses again."""
     hub_private: bool
     """Create the repository as a private one; one that exists stays as it is."""
+
+
+class TrainTrainer(RunKeys, total=False):
+    """The run, and the placement of its roles."""
+
     resource_pools: Mapping[str, Any]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
     placement: Mapping[str, Any]
@@ -175,8 +185,8 @@ class TrainTrainer(TypedDict, total=False):
     """Files to keep in rollouts/, the newest ones; null: all."""
 
 
-class TrainActorRolloutRefModel(TypedDict, total=False):
-    """The model that is trained, and that the reference model is a frozen copy of."""
+class ModelKeys(TypedDict, total=False):
+    """A Hugging Face model that is trained."""
 
     path: str | Path
     """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
@@ -216,6 +226,11 @@ class TrainActorRolloutRefModel(TypedDict, total=False):
     """Write final_model as a whole model with the adapters merged in, not as an adapter."""
     freeze: Sequence[Literal["encoder", "projector"]]
     """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
+
+
+class TrainActorRolloutRefModel(ModelKeys, total=False):
+    """The model that is trained, and that the reference model is a frozen copy of."""
+
     external_libs: str | Sequence[str] | None
     """Deprecated name of external_lib."""
 
@@ -310,8 +325,8 @@ class TrainActorRolloutRefActorMegatron(TypedDict, total=False):
     """Seed of dropout."""
 
 
-class TrainActorRolloutRefActor(TypedDict, total=False):
-    """The policy update."""
+class PpoUpdateKeys(TypedDict, total=False):
+    """The update of a model on an iteration's samples."""
 
     strategy: Literal["fsdp", "megatron"]
     """Training back-end; the same for actor and critic."""
@@ -339,6 +354,11 @@ class TrainActorRolloutRefActor(TypedDict, total=False):
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ]
     """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
+
+
+class TrainActorRolloutRefActor(PpoUpdateKeys, total=False):
+    """The policy update."""
+
     clip_ratio: float
     """PPO's clip range of the probability ratio, on both sides."""
     clip_ratio_low: float | None
@@ -605,35 +625,9 @@ class TrainCriticModel(TypedDict, total=False):
     """Sharding of a model that is trained."""
 
 
-class TrainCritic(TypedDict, total=False):
+class TrainCritic(PpoUpdateKeys, total=False):
     """The value model and its update."""
 
-    strategy: Literal["fsdp", "megatron"]
-    """Training back-end; the same for actor and critic."""
-    optim: TrainActorRolloutRefActorOptim
-    """AdamW and its learning-rate schedule, a function of the iteration."""
-    ppo_mini_batch_size: int
-    """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
-    ppo_micro_batch_size: int | None
-    """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
-    ppo_micro_batch_size_per_gpu: int | None
-    """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
-    use_dynamic_bsz: bool
-    """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
-    ppo_max_token_len_per_gpu: int | None
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
-    ulysses_sequence_parallel_size: int
-    """Neighbouring ranks that share each sequence, in all of its passes; needs use_remove_padding."""
-    ppo_epochs: int
-    """Passes over the samples of one iteration."""
-    shuffle: bool
-    """Draw the mini-batches in a new seeded order every pass."""
-    grad_clip: float
-    """Largest global norm of the gradient; above it, the gradient is scaled down."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ]
-    """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
     model: TrainCriticModel
     """The model under the value head."""
     forward_micro_batch_size: int | None
@@ -939,166 +933,30 @@ class EvaluateKeys(TypedDict, total=False):
     """A teacher, alone or beside a reward."""
 
 
-class SftData(TypedDict, total=False):
-    """Prompts with a response each."""
+class AnsweredDataKeys(RowsKeys, total=False):
+    """Prompts with their answers, for training and validation."""
 
-    tokenizer: str | Path | None
-    """Tokenizer folder or name; null: the one of the model that is trained."""
-    train_files: Rows
-    """Training rows: .parquet, .jsonl, .json, .csv, .tsv, a saved data set, owner/name:split; or a list."""
-    val_files: Rows
-    """Validation rows, as train_files; [] trains without validation."""
-    prompt_key: str
-    """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
-    tools_key: str | None
-    """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
-    image_key: str
-    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
-    min_pixels: int | None
-    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_pixels: int | None
-    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_images: int | None
-    """Most pictures of a prompt; more are an error. null: the most of any row. Turns may bring others."""
-    apply_chat_template: Literal["auto"] | bool
-    """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
-    system_prompt: str | None
-    """System message of chats that have none."""
-    chat_template: str | None
-    """Chat template, as Jinja text or the path of its file; null: the tokenizer's own."""
-    apply_chat_template_kwargs: Mapping[str, Any]
-    """Variables of the chat template, for example {enable_thinking: False}."""
-    allow_special_tokens: bool
-    """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
-    train_batch_size: int
-    """Rows per iteration, over all processes. If not set, and there are fewer rows than this: 32 or fewer."""
-    val_batch_size: int
-    """Rows in one batch of validation; it never changes a result."""
-    max_prompt_length: int
-    """Longest prompt in tokens; shorter ones are padded on the left to it."""
-    max_response_length: int
-    """Longest response in tokens, its end token among them."""
-    shuffle: bool
-    """Visit the training rows in a new seeded order every epoch; False: in the order of the files."""
-    num_workers: int | None
-    """Processes that tokenise the files; null: one for each core."""
-    cache_dir: str | Path
-    """Folder for tokenised files and for files fetched from a URL; models from the hub go into HF_HOME."""
     truncation: Literal["error", "left", "right", "middle"]
     """Treatment of rows that are too long: stop, or cut the prompt on that side; answers lose their end."""
     filter_overlong: bool
     """Drop rows with a prompt or an answer over its limit, and log how many; False: see data.truncation."""
+
+
+class SftData(AnsweredDataKeys, total=False):
+    """Prompts with a response each."""
+
     response_key: str
     """Column that holds the response, a string."""
 
 
-class SftTrainer(TypedDict, total=False):
-    """The run."""
-
-    total_epochs: int
-    """Passes over the training prompts."""
-    total_training_steps: int | None
-    """Iterations of the run; null: as many as total_epochs gives."""
-    project_name: str
-    """Project in the trackers and in default_local_dir."""
-    experiment_name: str
-    """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
-    logger: str | Sequence[str | Callable[..., Any]]
-    """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
-    nnodes: int
-    """Machines; more than one needs a Ray cluster that runs on them."""
-    n_gpus_per_node: int
-    """Processes (GPUs) on each machine. If not set: at most the GPUs of this machine, and 1 without any."""
-    export_dtype: Literal["float32", "bfloat16", "float16"] | None
-    """Dtype of the weights in exported models; null: that of model.path. Checkpoints' state is float32."""
-    worker_group: Literal["auto", "local", "ray"]
-    """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
-    handles: bool
-    """Ray: batches stay with the workers, and the driver fetches only the columns that it reads."""
-    device: Literal["auto", "cpu", "cuda"]
-    """auto: the GPU if there is one."""
-    seed: int
-    """The one seed that all random streams derive from."""
-    save_freq: int
-    """Save a checkpoint every this many iterations."""
-    save_minutes: float | None
-    """Save one too when an iteration ends this long after the last save, and at Ctrl-C; null: neither."""
-    async_save: bool
-    """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
-    max_ckpt_to_keep: int | None
-    """Checkpoints of save_freq to keep, the newest ones; null: all."""
-    test_freq: int
-    """Validate every this many iterations."""
-    val_before_train: bool
-    """Validate before the first iteration."""
-    val_only: bool
-    """Validate once and stop."""
-    resume_mode: str
-    """auto: newest of the same run in default_local_dir or default_hdfs_dir; disable; path or URL of one."""
-    max_restarts: int
-    """Most restarts from the last checkpoint, after a worker died or hung."""
-    phase_timeout_s: float | None
-    """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
-    default_hdfs_dir: str | Path | None
-    """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
-    default_local_dir: str | Path
-    """Run folder: checkpoints, metrics, samples, resolved config."""
-    push_to_hub: bool
-    """At the end, upload the trained model with a model card to the hub (strop docs publishing)."""
-    hub_repo_id: str | None
-    """Repository, as owner/name or a name of yours; null: experiment_name. It is created if it is missing."""
-    hub_revision: str | None
-    """Branch; null: EXPERIMENT__SEED__TIME (Unix), which a resume uses again."""
-    hub_private: bool
-    """Create the repository as a private one; one that exists stays as it is."""
-
-
-class SftModel(TypedDict, total=False):
+class SftModel(ModelKeys, total=False):
     """The model that is trained."""
 
-    path: str | Path
-    """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
-    external_lib: str | Sequence[str] | None
-    """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
-    override_config: Mapping[str, Any]
-    """Values laid over the model's config.json, for example a dropout rate."""
-    enable_gradient_checkpointing: Literal["selective"] | bool
-    """Recompute activations in the backward pass; selective: all but matrix products and attention."""
-    use_remove_padding: Literal["auto"] | bool
-    """Pack sequences without padding: the same numbers in less time; auto: where the model supports it."""
-    trust_remote_code: bool
-    """Run Python code that comes with the model."""
-    attn_implementation: (
-        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None
-    )
-    """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"]
-    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
-    compile: Literal["auto"] | bool
-    """Compile the decoder layers for log-probs and updates (strop docs speed); auto: on a GPU."""
-    use_liger: bool
-    """A key of verl: the modules of the package liger_kernel."""
-    lora_rank: int
-    """Train LoRA adapters of this rank on frozen weights; 0: train the weights (strop docs lora)."""
-    lora_alpha: float
-    """Adapters are scaled by lora_alpha / lora_rank."""
-    target_modules: str | Sequence[str]
-    """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
-    exclude_modules: str | Sequence[str] | None
-    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
-    modules_to_save: Sequence[str]
-    """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
-    lora_adapter_path: str | Path | None
-    """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
-    lora_merge: bool
-    """Write final_model as a whole model with the adapters merged in, not as an adapter."""
-    freeze: Sequence[Literal["encoder", "projector"]]
-    """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
     fsdp_config: TrainActorRolloutRefActorFsdpConfig
     """Sharding of a model that is trained."""
 
 
-class SftUpdate(TypedDict, total=False):
+class UpdateKeys(TypedDict, total=False):
     """The update: one optimizer step per iteration."""
 
     strategy: Literal["fsdp", "megatron"]
@@ -1113,6 +971,11 @@ class SftUpdate(TypedDict, total=False):
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
     optim: TrainActorRolloutRefActorOptim
     """AdamW and its learning-rate schedule, a function of the iteration."""
+
+
+class SftUpdate(UpdateKeys, total=False):
+    """The update: one optimizer step per iteration."""
+
     nll_coef: float
     """Weight in the loss of the answers' own negative log-likelihood, with a teacher; 0: off."""
 
@@ -1135,7 +998,7 @@ class SftTeacher(TypedDict, total=False):
 class SftKeys(TypedDict, total=False):
     """Further keys of ``strop sft``."""
 
-    trainer: SftTrainer
+    trainer: RunKeys
     """The run."""
     update: SftUpdate
     """The update: one optimizer step per iteration."""
@@ -1155,139 +1018,25 @@ class SftKeys(TypedDict, total=False):
     Run folder: checkpoints, metrics, samples, resolved config."""
 
 
-class TrainRmData(TypedDict, total=False):
+class TrainRmData(AnsweredDataKeys, total=False):
     """Prompts with two answers, one of them preferred."""
 
-    tokenizer: str | Path | None
-    """Tokenizer folder or name; null: the one of the model that is trained."""
-    train_files: Rows
-    """Training rows: .parquet, .jsonl, .json, .csv, .tsv, a saved data set, owner/name:split; or a list."""
-    val_files: Rows
-    """Validation rows, as train_files; [] trains without validation."""
-    prompt_key: str
-    """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
-    tools_key: str | None
-    """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
-    image_key: str
-    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
-    min_pixels: int | None
-    """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_pixels: int | None
-    """Shrink pictures to this many pixels, in families with such a bound; null: the processor's."""
-    max_images: int | None
-    """Most pictures of a prompt; more are an error. null: the most of any row. Turns may bring others."""
-    apply_chat_template: Literal["auto"] | bool
-    """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
-    system_prompt: str | None
-    """System message of chats that have none."""
-    chat_template: str | None
-    """Chat template, as Jinja text or the path of its file; null: the tokenizer's own."""
-    apply_chat_template_kwargs: Mapping[str, Any]
-    """Variables of the chat template, for example {enable_thinking: False}."""
-    allow_special_tokens: bool
-    """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
-    train_batch_size: int
-    """Rows per iteration, over all processes. If not set, and there are fewer rows than this: 32 or fewer."""
-    val_batch_size: int
-    """Rows in one batch of validation; it never changes a result."""
-    max_prompt_length: int
-    """Longest prompt in tokens; shorter ones are padded on the left to it."""
-    max_response_length: int
-    """Longest response in tokens, its end token among them."""
-    shuffle: bool
-    """Visit the training rows in a new seeded order every epoch; False: in the order of the files."""
-    num_workers: int | None
-    """Processes that tokenise the files; null: one for each core."""
-    cache_dir: str | Path
-    """Folder for tokenised files and for files fetched from a URL; models from the hub go into HF_HOME."""
-    truncation: Literal["error", "left", "right", "middle"]
-    """Treatment of rows that are too long: stop, or cut the prompt on that side; answers lose their end."""
-    filter_overlong: bool
-    """Drop rows with a prompt or an answer over its limit, and log how many; False: see data.truncation."""
     chosen_key: str
     """Column that holds the preferred answer, a string."""
     rejected_key: str
     """Column that holds the other answer, a string."""
 
 
-class TrainRmTrainer(TypedDict, total=False):
+class TrainRmTrainer(RunKeys, total=False):
     """The run."""
 
-    total_epochs: int
-    """Passes over the training prompts."""
-    total_training_steps: int | None
-    """Iterations of the run; null: as many as total_epochs gives."""
-    project_name: str
-    """Project in the trackers and in default_local_dir."""
-    experiment_name: str
-    """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
-    logger: str | Sequence[str | Callable[..., Any]]
-    """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
-    nnodes: int
-    """Machines; more than one needs a Ray cluster that runs on them."""
-    n_gpus_per_node: int
-    """Processes (GPUs) on each machine. If not set: at most the GPUs of this machine, and 1 without any."""
-    export_dtype: Literal["float32", "bfloat16", "float16"] | None
-    """Dtype of the weights in exported models; null: that of model.path. Checkpoints' state is float32."""
-    worker_group: Literal["auto", "local", "ray"]
-    """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
-    handles: bool
-    """Ray: batches stay with the workers, and the driver fetches only the columns that it reads."""
-    device: Literal["auto", "cpu", "cuda"]
-    """auto: the GPU if there is one."""
-    seed: int
-    """The one seed that all random streams derive from."""
-    save_freq: int
-    """Save a checkpoint every this many iterations."""
-    save_minutes: float | None
-    """Save one too when an iteration ends this long after the last save, and at Ctrl-C; null: neither."""
-    async_save: bool
-    """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
-    max_ckpt_to_keep: int | None
-    """Checkpoints of save_freq to keep, the newest ones; null: all."""
-    test_freq: int
-    """Validate every this many iterations."""
-    val_before_train: bool
-    """Validate before the first iteration."""
-    val_only: bool
-    """Validate once and stop."""
-    resume_mode: str
-    """auto: newest of the same run in default_local_dir or default_hdfs_dir; disable; path or URL of one."""
-    max_restarts: int
-    """Most restarts from the last checkpoint, after a worker died or hung."""
-    phase_timeout_s: float | None
-    """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
-    default_hdfs_dir: str | Path | None
-    """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
-    default_local_dir: str | Path
-    """Run folder: checkpoints, metrics, samples, resolved config."""
-    push_to_hub: bool
-    """At the end, upload the trained model with a model card to the hub (strop docs publishing)."""
-    hub_repo_id: str | None
-    """Repository, as owner/name or a name of yours; null: experiment_name. It is created if it is missing."""
-    hub_revision: str | None
-    """Branch; null: EXPERIMENT__SEED__TIME (Unix), which a resume uses again."""
-    hub_private: bool
-    """Create the repository as a private one; one that exists stays as it is."""
     log_val_generations: int
     """Validation pairs that the trackers show with both scores (dpo: rewards), the same each time."""
 
 
-class TrainRmUpdate(TypedDict, total=False):
+class TrainRmUpdate(UpdateKeys, total=False):
     """The update: one optimizer step per iteration."""
 
-    strategy: Literal["fsdp", "megatron"]
-    """Training back-end."""
-    micro_batch_size_per_gpu: int | None
-    """Rows in one pass, per rank; memory only: it never changes a number."""
-    use_dynamic_bsz: bool
-    """Cut micro-batches by tokens, not by rows; if not set: unless a size in rows is set."""
-    max_token_len_per_gpu: int | None
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
-    grad_clip: float
-    """Largest global norm of the gradient; above it, the gradient is scaled down."""
-    optim: TrainActorRolloutRefActorOptim
-    """AdamW and its learning-rate schedule, a function of the iteration."""
     center_rewards_coefficient: float
     """Weight of the mean of (chosen + rejected score)^2, which keeps scores near 0; 0: off."""
 
@@ -1313,21 +1062,9 @@ class TrainRmKeys(TypedDict, total=False):
     Run folder: checkpoints, metrics, samples, resolved config."""
 
 
-class DpoUpdate(TypedDict, total=False):
+class DpoUpdate(UpdateKeys, total=False):
     """The update: one optimizer step per iteration."""
 
-    strategy: Literal["fsdp", "megatron"]
-    """Training back-end."""
-    micro_batch_size_per_gpu: int | None
-    """Rows in one pass, per rank; memory only: it never changes a number."""
-    use_dynamic_bsz: bool
-    """Cut micro-batches by tokens, not by rows; if not set: unless a size in rows is set."""
-    max_token_len_per_gpu: int | None
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
-    grad_clip: float
-    """Largest global norm of the gradient; above it, the gradient is scaled down."""
-    optim: TrainActorRolloutRefActorOptim
-    """AdamW and its learning-rate schedule, a function of the iteration."""
     loss: str | Callable[..., Any]
     """Loss of a pair: dpo, cdpo, ipo, hinge, simpo, orpo, or an import path (strop docs preference)."""
     beta: float | None

@@ -74,7 +74,7 @@ class RowsConfig(Section, resumes=SAME):
     allow_special_tokens: bool
     """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
     train_batch_size: Annotated[PositiveInt, MAY_CHANGE]
-    """Rows per iteration, over all processes. If not set, and there are fewer rows than this: 32 or fewer."""
+    """Rows per iteration (strop train: of rollout.n answers each). If not set, with fewer: 32 or fewer."""
     val_batch_size: Annotated[PositiveInt, MAY_CHANGE]
     """Rows in one batch of validation; it never changes a result."""
     max_prompt_length: Annotated[PositiveInt, MAY_CHANGE]
@@ -98,8 +98,6 @@ class DataConfig(RowsConfig):
     """Data source of the rows of files that lack the column reward_fn_key."""
     answer_key: Text | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
-    train_batch_size: Annotated[PositiveInt, MAY_CHANGE]
-    """Prompts per iteration, rollout.n answers each. If not set, and there are fewer rows: 32 or fewer."""
     val_max_samples: Annotated[PositiveInt | None, MAY_CHANGE, NO_VALIDATION]
     """Validate on this many prompts of each data source, its first ones; null: on all."""
     return_raw_input_ids: Annotated[bool, MAY_CHANGE]
