@@ -79,16 +79,20 @@ def compare(
     """Compare the distributions of hidden states, of any widths, through layers of equal words."""
     if len(layer.weight_VH) != len(teacher_layer.weight_VH):
         raise ValueError(f"{len(layer.weight_VH)} words and {len(teacher_layer.weight_VH)} of the teacher")
-    teacher = (teacher_hidden_NH.detach(), teacher_layer)
-    options = (layer, temperature, teacher, kind, js_weight)
-    return Compared(*_Comparison.apply(hidden_NH, layer.weight_VH, layer.bias_V, *options))
+    dtype = product_dtype(hidden_NH)
+    pair = _blocks(_Pair, hidden_NH, dtype, layer, temperature)
+    pair.teacher = _blocks(_Forbidding, teacher_hidden_NH, dtype, teacher_layer, temperature)
+    pair.kind, pair.js_weight = kind, js_weight
+    return Compared(*_Measured.apply(hidden_NH, layer.weight_VH, layer.bias_V, pair))
 
 
 def chosen_log_probs(
     hidden_NH: Tensor, layer: OutputLayer, ids_NK: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs [N, K + 1] of K words and of all others as one, and the likeliest word [N]."""
-    return _Chosen.apply(hidden_NH, layer.weight_VH, layer.bias_V, layer, temperature, ids_NK)
+    blocks = _blocks(_ChosenBlocks, hidden_NH, product_dtype(hidden_NH), layer, temperature)
+    blocks.choose(ids_NK)
+    return _Measured.apply(hidden_NH, layer.weight_VH, layer.bias_V, blocks)
 
 
 @torch.no_grad()
@@ -96,7 +100,7 @@ def top_words(hidden_NH: Tensor, layer: OutputLayer, k: int, *, temperature: flo
     """Return the ids [N, K] of the k likeliest words, and their ``chosen_log_probs`` [N, K + 1]."""
     with torch.autocast(hidden_NH.device.type, enabled=False):
         parts = [
-            _top_of(_blocks(_Forbidding, rows.to(product_dtype(rows)), layer, temperature), k)
+            _top_of(_blocks(_Forbidding, rows, product_dtype(rows), layer, temperature), k)
             for rows in hidden_NH.split(
                 _TOP_ROWS if hidden_NH.device.type == "cpu" else max(len(hidden_NH), 1)
             )
@@ -118,8 +122,32 @@ def _top_of(blocks: Blocks, k: int) -> Tensor:
     return ids_NK
 
 
-def _blocks(kind: Any, hidden_NH: Tensor, layer: OutputLayer, temperature: float) -> Any:
-    return kind(hidden_NH, layer, temperature, [])
+def _blocks(kind: Any, hidden_NH: Tensor, dtype: torch.dtype, layer: OutputLayer, temperature: float) -> Any:
+    return kind(hidden_NH.detach().to(dtype), layer, temperature, [])
+
+
+class _Measured(torch.autograd.Function):
+    """The two results of ``measured`` of blocks, of which the first has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, blocks: Any) -> Any:
+        del weight_VH, bias_V  # the blocks have them
+        ctx.hidden_dtype, ctx.blocks = hidden_NH.dtype, blocks
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            keep = blocks.words_kept() if any(ctx.needs_input_grad) else 0
+            saved, found, best_N = blocks.measured(keep)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(best_N)
+        return found, best_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        del others
+        with torch.autocast(gradient.device.type, enabled=False):
+            upstream = (*ctx.saved_tensors, gradient)
+            hidden, weight, bias = differentiate(ctx.blocks, upstream, wanted=ctx.needs_input_grad)
+        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, None
 
 
 class _Sum:
@@ -154,16 +182,6 @@ class _Sum:
         return self.highest_N + self.sum_N.log()
 
 
-class _Gradient(NamedTuple):
-    """Figures of each token that the gradient of a divergence needs."""
-
-    log_sum_N: Tensor
-    teacher_log_sum_N: Tensor
-    mean_N: Tensor
-    """The student's mean of what each of its words adds."""
-    upstream_N: Tensor
-
-
 class _Forbidding(Blocks):
     """Logits in which -inf, a bias that forbids a word, is a finite number."""
 
@@ -185,8 +203,11 @@ class _Pair(_Forbidding):
         q_Nv = self.logits(words, keep=words.stop <= keep)
         return q_Nv, self.teacher.logits(words, keep=words.stop <= keep)
 
-    def compared(self, keep: int) -> tuple[tuple[Tensor, Tensor, Tensor], Compared]:
-        """Make one pass over the vocabulary, for js two."""
+    def measured(self, keep: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+        """Make one pass over the vocabulary, for js two; return what ``gradient`` takes, and ``Compared``.
+
+        That is log-sums of student and teacher, and the student's mean of what each of its words adds.
+        """
         n_tokens, device = len(self.hidden_NH), self.hidden_NH.device
         student, teacher = (_Sum(n_tokens, device) for _ in range(2))
         for words in self.words:
@@ -218,7 +239,7 @@ class _Pair(_Forbidding):
                 rest_N = rest_N - log_p_Nv.exp_().mul_(above_p_Nv).sum(dim=1)
             found_N = self.js_weight * rest_N + (1 - self.js_weight) * mean_N
         agrees_N = student.best_N == teacher.best_N
-        return (q_log_N, p_log_N, mean_N), Compared(found_N.float(), agrees_N.float())
+        return (q_log_N, p_log_N, mean_N), found_N.float(), agrees_N.float()
 
     def log_probs(
         self, words: slice, logits: tuple[Tensor, Tensor], q_log_N: Tensor, p_log_N: Tensor
@@ -230,14 +251,15 @@ class _Pair(_Forbidding):
         )
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Any) -> Tensor:
-        """Return the gradient by the student's logits [N, v]; ``upstream`` is a ``_Gradient``."""
+        """Return the gradient by the student's logits [N, v]."""
+        q_log_N, p_log_N, mean_N, gradient_N = upstream
         logits = logits_Nv, self.teacher.logits(words)
-        log_q_Nv, log_p_Nv = self.log_probs(words, logits, upstream.log_sum_N, upstream.teacher_log_sum_N)
+        log_q_Nv, log_p_Nv = self.log_probs(words, logits, q_log_N, p_log_N)
         q_Nv = torch.exp(log_q_Nv, out=self.room(2, words))
         if self.kind == "forward":
             gradient_Nv = q_Nv.sub_(log_p_Nv.exp_())
         else:
-            mean_N1 = upstream.mean_N.float()[:, None]
+            mean_N1 = mean_N.float()[:, None]
             if self.kind == "reverse":
                 gradient_Nv = log_q_Nv.sub_(log_p_Nv).sub_(mean_N1).mul_(q_Nv)
             else:
@@ -245,43 +267,7 @@ class _Pair(_Forbidding):
                 above_q_Nv = log_p_Nv.sub_(log_q_Nv).clamp_(max=_NEARLY_ALL)
                 above_q_Nv.expm1_().mul_(self.js_weight).log1p_()
                 gradient_Nv = above_q_Nv.add_(mean_N1).mul_(q_Nv).mul_(self.js_weight - 1)
-        return gradient_Nv.mul_(upstream.upstream_N[:, None])
-
-
-class _Comparison(torch.autograd.Function):
-    """See ``compare``."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *options: Any) -> Any:
-        layer, temperature, (teacher_NH, teacher_layer), kind, js_weight = options
-        ctx.hidden_dtype, dtype = hidden_NH.dtype, product_dtype(hidden_NH)
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            own = replace(layer, weight_VH=weight_VH, bias_V=bias_V)
-            pair = _blocks(_Pair, hidden_NH.to(dtype), own, temperature)
-            pair.teacher = _blocks(_Forbidding, teacher_NH.to(dtype), teacher_layer, temperature)
-            pair.kind, pair.js_weight = kind, js_weight
-            keep = pair.words_kept() if any(ctx.needs_input_grad) else 0
-            saved, found = pair.compared(keep)
-        ctx.pair = pair
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(found.agrees_N)
-        return tuple(found)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_N: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        del others
-        with torch.autocast(gradient_N.device.type, enabled=False):
-            upstream = _Gradient(*ctx.saved_tensors, gradient_N)
-            hidden, weight, bias = differentiate(ctx.pair, upstream, wanted=ctx.needs_input_grad)
-        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 5
-
-
-class _ChosenGradient(NamedTuple):
-    log_sum_N: Tensor
-    others_N: Tensor
-    """log sum exp of the words that are not chosen; -inf: there are none."""
-    upstream_NK: Tensor
+        return gradient_Nv.mul_(gradient_N[:, None])
 
 
 class _ChosenBlocks(_Forbidding):
@@ -301,10 +287,13 @@ class _ChosenBlocks(_Forbidding):
         here = slice(self._ends[block], self._ends[block + 1])
         return self._rows[here], self._ids[here] - words.start, self._columns[here]
 
-    def measure_chosen(self, shape: torch.Size, keep: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return logits [N, K], log-sums of all words and of those that are not chosen, and the likeliest."""
-        others = _Sum(shape[0], self.hidden_NH.device)
-        picked_NK = torch.zeros(shape, device=self.hidden_NH.device)
+    def measured(self, keep: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """Return what ``gradient`` takes, and ``chosen_log_probs``.
+
+        That is log-sums of all words, and of those that are not chosen (-inf: there are none).
+        """
+        others = _Sum(len(self._ids_NK), self.hidden_NH.device)
+        picked_NK = torch.zeros(self._ids_NK.shape, device=self.hidden_NH.device)
         for words in self.words:
             logits_Nv = self.logits(words, keep=words.stop <= keep)
             rows, places, number = self.chosen(words)
@@ -313,50 +302,24 @@ class _ChosenBlocks(_Forbidding):
             rest_Nv[rows, places] = LOWEST
             others.add(rest_Nv, words.start, self.room(1, words), self.room(2, words))
         others_N = torch.where(others.highest_N > LOWEST, others.log(), -torch.inf)
-        everything_N = torch.logaddexp(picked_NK.double().logsumexp(dim=1), others_N)
+        log_sum_N = torch.logaddexp(picked_NK.double().logsumexp(dim=1), others_N)
         top_N, number_N = picked_NK.max(dim=1)
         chosen_N = self._ids_NK.gather(1, number_N[:, None])[:, 0]
         best_N = torch.where(top_N >= others.highest_N, chosen_N, others.best_N)
-        return picked_NK, everything_N, others_N, best_N
+        log_probs = torch.cat([picked_NK, others_N[:, None]], dim=1).sub(log_sum_N[:, None]).float()
+        return (log_sum_N, others_N), log_probs, best_N
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Any) -> Tensor:
-        """Return the gradient by logits [N, v]; ``upstream`` is a ``_ChosenGradient``."""
+        """Return the gradient by logits [N, v]."""
+        log_sum_N, others_N, gradient_NK = upstream
         rows, places, number = self.chosen(words)
-        gradient_NK = upstream.upstream_NK
         whole_N = gradient_NK.sum(dim=1)
         logits_n = logits_Nv[rows, places]
-        at_chosen = gradient_NK[rows, number] - whole_N[rows] * (logits_n - upstream.log_sum_N[rows]).exp()
+        at_chosen = gradient_NK[rows, number] - whole_N[rows] * (logits_n - log_sum_N[rows]).exp()
         # of the others: their share among themselves, times what reaches them together
-        reaching_N = gradient_NK[:, -1] - whole_N * (upstream.others_N - upstream.log_sum_N).exp()
-        others_N = upstream.others_N.float().clamp(min=LOWEST)
+        reaching_N = gradient_NK[:, -1] - whole_N * (others_N - log_sum_N).exp()
+        others_N = others_N.float().clamp(min=LOWEST)
         gradient_Nv = torch.sub(logits_Nv, others_N[:, None], out=self.room(1, words)).clamp_(max=0).exp_()
         gradient_Nv.mul_(reaching_N.float()[:, None])
         gradient_Nv[rows, places] = at_chosen.float()
         return gradient_Nv
-
-
-class _Chosen(torch.autograd.Function):
-    """See ``chosen_log_probs``."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *options: Any) -> Any:
-        layer, temperature, ids_NK = options
-        ctx.hidden_dtype, dtype = hidden_NH.dtype, product_dtype(hidden_NH)
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            own = replace(layer, weight_VH=weight_VH, bias_V=bias_V)
-            blocks = ctx.blocks = _blocks(_ChosenBlocks, hidden_NH.to(dtype), own, temperature)
-            blocks.choose(ids_NK)
-            keep = blocks.words_kept() if any(ctx.needs_input_grad) else 0
-            picked_NK, log_sum_N, others_N, best_N = blocks.measure_chosen(ids_NK.shape, keep)
-        ctx.save_for_backward(log_sum_N, others_N)
-        ctx.mark_non_differentiable(best_N)
-        return torch.cat([picked_NK, others_N[:, None]], dim=1).sub(log_sum_N[:, None]).float(), best_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_NK: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        del others
-        with torch.autocast(gradient_NK.device.type, enabled=False):
-            upstream = _ChosenGradient(*ctx.saved_tensors, gradient_NK)
-            hidden, weight, bias = differentiate(ctx.blocks, upstream, wanted=ctx.needs_input_grad)
-        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 3
