@@ -12,10 +12,8 @@ import contextlib
 import json
 import os
 import pickle
-import resource
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
@@ -29,10 +27,10 @@ from strop.errors import traceback_of
 from strop.rewards.arguments import Function
 from strop.rewards.process_tree import kill_marked
 from strop.rewards.scorer import Scorer, outcome_of
-from strop.rewards.worker.child import receive, send, streams
+from strop.rewards.worker.child import arriving, begun, send, wide_streams
 
 _LONGEST_OUTPUT = 1 << 20
-_STACK_BYTES, _MOST_THREADS = 1 << 20, 4096
+_MOST_THREADS = 4096
 _MARK = "STROP_AGENT"
 """Environment variable of a command and what it starts, with a unique value."""
 _OWN_ID = os.getpid()
@@ -40,43 +38,29 @@ _OWN_ID = os.getpid()
 
 def main() -> None:
     """Redirect the standard streams, end with the starter, and serve until the requests end."""
-    threading.stack_size(_STACK_BYTES)
-    requests, answers, _ = streams()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of hundreds of programs
-    messages = receive(requests)
-    if (setup := next(messages, None)) is None:
-        return
-    try:
-        sys.path[:], pickled, command, host = setup
-        for name in ("NO_PROXY", "no_proxy"):  # the endpoint is reached whatever proxy the shell has
-            direct = (os.environ.get(name, ""), host, "127.0.0.1", "localhost", "::1")
-            os.environ[name] = ",".join(filter(None, direct))
-        function = None if command else Function(pickle.loads(pickled), "agent.path")
-    # A user's module may raise anything; the starter reports it.
-    except BaseException as error:  # noqa: BLE001
-        send(answers, {"status": "raised", "error": traceback_of(error)})
-        return
-    send(answers, {"status": "ready", "error": ""})
-    asyncio.run(_serve(function, command, messages, answers))
+    requests, answers, _ = wide_streams()
+    if (found := begun(requests, answers, _program)) is not None:
+        asyncio.run(_serve(*found, answers))
 
 
-async def _serve(function: Function | None, command: str, messages: Any, answers: IO[str]) -> None:
-    loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
+def _program(pickled: bytes, command: str, host: str) -> Function | str:
+    for name in ("NO_PROXY", "no_proxy"):  # the endpoint is reached whatever proxy the shell has
+        direct = (os.environ.get(name, ""), host, "127.0.0.1", "localhost", "::1")
+        os.environ[name] = ",".join(filter(None, direct))
+    return command or Function(pickle.loads(pickled), "agent.path")
+
+
+async def _serve(program: Function | str, messages: Any, answers: IO[str]) -> None:
+    loop = asyncio.get_running_loop()
     # lockstep waits for all programs: with fewer threads, as by default, some would never ask
     loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS))
     running: dict[str, asyncio.Task[None]] = {}
 
-    def read() -> None:
-        for message in messages:
-            loop.call_soon_threadsafe(arrived.put_nowait, message)
-        loop.call_soon_threadsafe(arrived.put_nowait, None)
-
     async def play(name: str, values: Mapping[str, Any]) -> None:
         send(answers, {"token": name, "begun": True})
         try:
-            program = _command(command, values) if function is None else _call(function, values)
-            found = _outcome(await program)
+            is_command = isinstance(program, str)
+            found = _outcome(await (_command(program, values) if is_command else _call(program, values)))
         except asyncio.CancelledError:
             if name not in running:  # it was ended
                 raise
@@ -98,10 +82,8 @@ async def _serve(function: Function | None, command: str, messages: Any, answers
                 send(answers, {"token": "", "begun": True})
             await asyncio.sleep(1)
 
-    threading.Thread(target=read, daemon=True).start()
     beating = loop.create_task(beat())
-    while (message := await arrived.get()) is not None:
-        name, values = message
+    async for name, values in arriving(messages):
         if values is None:
             if (task := running.pop(name, None)) is not None:
                 task.cancel()

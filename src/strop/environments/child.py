@@ -16,7 +16,6 @@ import pickle
 import re
 import resource
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,40 +25,20 @@ from typing import IO, Any
 from strop.environments.episode import Blueprint, Episode, in_one_line
 from strop.errors import traceback_of
 from strop.rewards.arguments import PlayedTurn
-from strop.rewards.worker.child import is_lack_of_memory, receive, send, streams
+from strop.rewards.worker.child import STACK_BYTES, arriving, begun, is_lack_of_memory, send, wide_streams
 
-_STACK_BYTES = 1 << 20
 _OWN_ID = os.getpid()
 
 
 def main() -> None:
     """Redirect the standard streams, end with the starter, and serve until the requests end."""
-    threading.stack_size(_STACK_BYTES)
-    requests, answers, _ = streams()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of hundreds of samples
-    messages = receive(requests)
-    if (setup := next(messages, None)) is None:
-        return
-    try:
-        sys.path[:], pickled = setup
-        blueprint: Blueprint = pickle.loads(pickled)  # needs the sender's sys.path
-    # A user's module may raise anything; the starter reports it.
-    except BaseException as error:  # noqa: BLE001
-        send(answers, {"status": "raised", "error": traceback_of(error)})
-        return
-    send(answers, {"status": "ready", "error": ""})
-    asyncio.run(_serve(blueprint, messages, answers))
+    requests, answers, _ = wide_streams()
+    if (found := begun(requests, answers, pickle.loads)) is not None:
+        asyncio.run(_serve(*found, answers))
 
 
 async def _serve(blueprint: Blueprint, messages: Any, answers: IO[str]) -> None:
-    loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
     live: dict[str, _Live] = {}
-
-    def read() -> None:
-        for message in messages:
-            loop.call_soon_threadsafe(arrived.put_nowait, message)
-        loop.call_soon_threadsafe(arrived.put_nowait, None)
 
     async def respond(request: Mapping[str, Any]) -> None:
         try:
@@ -69,10 +48,9 @@ async def _serve(blueprint: Blueprint, messages: Any, answers: IO[str]) -> None:
             traceback.print_exc()
             os._exit(1)
 
-    threading.Thread(target=read, daemon=True).start()
     running = set()
-    while (message := await arrived.get()) is not None:
-        running.add(task := loop.create_task(respond(message)))
+    async for message in arriving(messages):
+        running.add(task := asyncio.create_task(respond(message)))
         task.add_done_callback(running.discard)
 
 
@@ -80,7 +58,7 @@ def _allow_stacks(threads: int) -> None:
     """Raise the limit of memory by the stacks of threads, which count whole, and are hardly touched."""
     if memory_mb := int(sys.argv[2]):
         now, most = resource.getrlimit(resource.RLIMIT_DATA)
-        needed = (memory_mb << 20) + threads * _STACK_BYTES
+        needed = (memory_mb << 20) + threads * STACK_BYTES
         with contextlib.suppress(ValueError):  # above a limit of the system's
             resource.setrlimit(resource.RLIMIT_DATA, (max(now, needed), most))
 

@@ -32,15 +32,19 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from strop.errors import traceback_of
 from strop.rewards.arguments import Sample
 from strop.rewards.scorer import Outcome, Scorer, run, timed_out
 
+T = TypeVar("T")
 Answer = Callable[[str, Sequence[Outcome]], None]
+
+STACK_BYTES = 1 << 20
+"""Of a thread of ``wide_streams``."""
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _NEEDED = {name: sys.modules[name] for name in ("builtins", "json", "os", "pickle", "random", "sys")}
@@ -74,6 +78,15 @@ def streams() -> tuple[IO[bytes], IO[str], int]:
     return requests, answers, memory_mb
 
 
+def wide_streams() -> tuple[IO[bytes], IO[str], int]:
+    """Return ``streams`` of a process that runs hundreds of functions at once, each with its connections."""
+    threading.stack_size(STACK_BYTES)
+    found = streams()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return found
+
+
 def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
     """Answer every request, until the pipe is closed.
 
@@ -82,17 +95,10 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
     """
     own_id = os.getpid()
     pipes = {descriptor: _identity(descriptor) for descriptor in (requests.fileno(), answers.fileno())}
-    messages = receive(requests)
-    if (setup := next(messages, None)) is None:
+    found = begun(requests, answers, lambda pickled, *how: (pickle.loads(pickled), *how))
+    if found is None:
         return
-    try:
-        sys.path[:], function, timeout_s, max_concurrency = setup
-        scorer: Scorer = pickle.loads(function)  # needs the sender's sys.path
-    # A user's module may raise anything; the starter reports it.
-    except BaseException as error:  # noqa: BLE001
-        send(answers, {"status": "raised", "error": traceback_of(error)})
-        return
-    send(answers, {"status": "ready", "error": ""})
+    (scorer, timeout_s, max_concurrency), messages = found
 
     def answer(token: str, outcomes: Sequence[Outcome]) -> None:
         with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
@@ -163,17 +169,9 @@ def _serve_concurrently(
 
     async def serve_all() -> None:
         nonlocal ending
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
-
-        def read() -> None:
-            for message in messages:
-                loop.call_soon_threadsafe(arrived.put_nowait, message)
-            loop.call_soon_threadsafe(arrived.put_nowait, None)
-
-        threading.Thread(target=read, daemon=True).start()
         running = set()
-        while (message := await arrived.get()) is not None:
-            running.add(task := loop.create_task(respond(*message)))
+        async for message in arriving(messages):
+            running.add(task := asyncio.create_task(respond(*message)))
             task.add_done_callback(running.discard)
         ending = True
 
@@ -199,8 +197,42 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def receive(requests: IO[bytes]) -> Iterator[Any]:
-    """Yield the requests, until the pipe is closed."""
+def begun(requests: IO[bytes], answers: IO[str], make: Callable[..., T]) -> tuple[T, Iterator[Any]] | None:
+    """Return what ``make`` makes of the first request, after its ``sys.path``, and the further requests.
+
+    None if there is none, or if it raises.
+    """
+    messages = _received(requests)
+    if (setup := next(messages, None)) is None:
+        return None
+    try:
+        sys.path[:], *values = setup
+        made = make(*values)  # unpickles, which needs the sender's sys.path
+    # A user's module may raise anything; the starter reports it.
+    except BaseException as error:  # noqa: BLE001
+        send(answers, {"status": "raised", "error": traceback_of(error)})
+        return None
+    send(answers, {"status": "ready", "error": ""})
+    return made, messages
+
+
+async def arriving(messages: Iterator[Any]) -> AsyncGenerator[Any]:
+    """Yield the requests on the event loop, until the pipe is closed."""
+    import asyncio
+
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
+
+    def read() -> None:
+        for message in messages:
+            loop.call_soon_threadsafe(arrived.put_nowait, message)
+        loop.call_soon_threadsafe(arrived.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (message := await arrived.get()) is not None:
+        yield message
+
+
+def _received(requests: IO[bytes]) -> Iterator[Any]:
     with contextlib.suppress(EOFError, pickle.UnpicklingError):  # closed, between messages or within one
         while True:
             yield pickle.load(requests)
