@@ -1,23 +1,85 @@
-"""Names of this machine, for servers: a page of another site whose name resolves to it is refused."""
+"""The address of a server, and which requests it answers: the page, ``strop serve`` and the endpoint.
+
+None of them logs requests, whose addresses may have a token or a key.
+"""
 
 from __future__ import annotations
 
+import errno
+import hmac
 import ipaddress
 import socket
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from strop.errors import ConfigError
 
-class HostNames:
-    """The names by which clients may reach a server; a rebound one (DNS rebinding) is none of them."""
+LOOPBACK = "127.0.0.1"
 
-    def __init__(self, host: str) -> None:
-        """``host``: the address or name at which the server listens."""
+
+class Address:
+    """A socket that listens; a server answers its requests."""
+
+    def __init__(self, host: str, port: int | None, token: str | None = None, *, usual: int = 0) -> None:
+        """Listen; ``port`` 0 is a free one, and None is ``usual``, or a free one where that is taken.
+
+        ``token``: of requests that are answered; None: see ``status_of``. Raises ``ConfigError`` if the
+        system refuses the address.
+        """
+        try:
+            try:
+                self.socket = _listening(host, usual if port is None else port)
+            except OSError as error:
+                if port is not None or error.errno != errno.EADDRINUSE:
+                    raise
+                self.socket = _listening(host, 0)
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise ConfigError(f"cannot listen on host {host}, port {port}: {error}") from error
+        self.host, self.port = self.socket.getsockname()[:2]
+        self.token = token
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
-    def __contains__(self, header: str) -> bool:
-        """Return True if a ``Host`` header names this machine: by an address, or by a name that it has."""
+    @property
+    def url(self) -> str:
+        """The address for clients on this machine."""
+        return self._url({"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host))
+
+    @property
+    def url_outside(self) -> str | None:
+        """The address for other machines, if it is another one: the server listens at all addresses.
+
+        It is the address of the interface that packets to other networks leave by; without one, the name.
+        """
+        elsewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # any address outside would do
+        if (far := elsewhere.get(self.host)) is None:
+            return None
+        with socket.socket(self.socket.family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((far, 9))  # sends nothing
+                return self._url(str(probe.getsockname()[0]))
+            except OSError:
+                return self._url(socket.gethostname())
+
+    def _url(self, host: str) -> str:
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def refusal(self, host: str, tokens: Iterable[str]) -> tuple[int, str] | None:
+        """Return status and reason for a request that is not answered, by its ``Host`` and its tokens.
+
+        The port is open to every account of the machine: requests need the token. Without one, a page of
+        another site, whose name its owner lets resolve to this machine (DNS rebinding), is refused.
+        """
+        if self.token is None:
+            return (
+                None if self._is_own(host) else (403, "not a name of this machine: use the printed address")
+            )
+        if any(is_token(token, self.token) for token in tokens):
+            return None
+        return 401, "the token is missing or wrong: use the printed address and key"
+
+    def _is_own(self, host: str) -> bool:
         try:
-            name = urlsplit(f"//{header}").hostname or ""
+            name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
         try:
@@ -25,3 +87,19 @@ class HostNames:
         except ValueError:
             return name in self._names
         return True  # an address is not resolved, so it cannot be rebound
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_v6)
+
+
+def is_token(given: str, token: str) -> bool:
+    """Return True if they are equal, in a time that does not show where they differ."""
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def bearer(authorization: str) -> str:
+    """Return the token of an ``Authorization`` header; empty if it has none."""
+    return authorization.removeprefix("Bearer ") if authorization.startswith("Bearer ") else ""

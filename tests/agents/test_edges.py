@@ -313,7 +313,7 @@ def test_the_endpoint_is_reached_without_a_proxy_at_any_address(monkeypatch):
 
 def test_a_port_is_free_once_its_rollout_is_closed():
     with agents(_asks) as played:
-        rollout, port = played.rollout, played.rollout._server.port
+        rollout, port = played.rollout, played.rollout._address.port
         played.play()
         socket.create_connection(("127.0.0.1", port)).close()
         gc.disable()

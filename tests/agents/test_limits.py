@@ -73,7 +73,7 @@ class _Open:
         self._thread.start()
         while not self.agents.rollout._plays:
             time.sleep(0.02)
-        self.url, (self.key,) = self.agents.rollout._server.url, [*self.agents.rollout._plays]
+        self.url, (self.key,) = self.agents.rollout._address.url, [*self.agents.rollout._plays]
         while self.agents.rollout._plays[self.key].state == "waiting":
             time.sleep(0.02)
         return self
@@ -150,7 +150,7 @@ def test_a_session_that_has_ended_answers_403():
     with agents(_asks) as played:
         batch = played.rollout._begun(played.batch(), played.params)
         played.rollout._complete([batch], 0)
-        status, answer, headers = _sent(played.rollout._server.url, {"messages": HI}, batch.plays[0].key)
+        status, answer, headers = _sent(played.rollout._address.url, {"messages": HI}, batch.plays[0].key)
     assert (status, headers["x-should-retry"]) == (403, "false")
     assert answer["error"]["message"] == "the session has ended"
 

@@ -68,9 +68,11 @@ def settings(model, *more):
 @contextlib.contextmanager
 def client_of(config, serve=None, token="right"):
     """Serve in a thread, which ends with the process."""
-    with serving(config, host="127.0.0.1", port=0, token=token) as (url, own):
+    with serving(config, host="127.0.0.1", port=0, token=token) as (address, own):
         threading.Thread(target=serve or own, daemon=True).start()
-        with openai.OpenAI(base_url=url, api_key="right", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(
+            base_url=f"{address.url}/v1", api_key="right", max_retries=0, timeout=60
+        ) as client:
             yield client
 
 
@@ -171,7 +173,7 @@ def test_requests_without_the_key_are_refused(model, client):
         stranger = client.with_options(api_key=key) if key else client
         headers = {"Authorization": f"Bearer {key}".encode()} if key else {"Authorization": openai.omit}
         for request in (lambda c, **more: c.models.list(**more), lambda c, **more: ask(c, **more)):
-            with pytest.raises(openai.AuthenticationError, match="key is missing or wrong") as refused:
+            with pytest.raises(openai.AuthenticationError, match="missing or wrong") as refused:
                 request(stranger, extra_headers=headers)
             assert refused.value.response.headers["x-should-retry"] == "false"
 

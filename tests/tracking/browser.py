@@ -116,3 +116,8 @@ class Browser:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+
+
+def url_of(server):
+    """Return the address of a page's server, with its token."""
+    return server.address.url + server.path

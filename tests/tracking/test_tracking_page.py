@@ -30,13 +30,14 @@ from test_tracking_samples import Letters
 from strop.algorithms.token_tree import NOTHING, PROMPT, Call, row_of
 from strop.cli.main import main
 from strop.errors import DataError
+from strop.listening import Address
 from strop.page.files import RunFiles
 from strop.page.server import PageServer
 from strop.protocol import DataProto
 from strop.tracking.machine import record_start
 from strop.tracking.samples import TOKEN_TEXTS, samples_table, write_table
 
-from browser import CHROMIUM, DRIVER, Browser
+from browser import CHROMIUM, DRIVER, Browser, url_of
 from messages import mentions
 
 TOKEN = "0123456789abcdef"
@@ -119,7 +120,7 @@ def run_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run_dir):
-    with PageServer([RunFiles(run_dir), RunFiles(run_dir)], host="127.0.0.1", port=0, token=TOKEN) as server:
+    with PageServer([RunFiles(run_dir), RunFiles(run_dir)], Address("127.0.0.1", 0, TOKEN)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -129,7 +130,7 @@ def server(run_dir):
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Generator[PageServer]:
-    with PageServer([RunFiles(folder)], host="127.0.0.1", port=0, token=TOKEN) as server:
+    with PageServer([RunFiles(folder)], Address("127.0.0.1", 0, TOKEN)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -182,13 +183,13 @@ def test_a_run_is_served_before_its_first_step(tmp_path, capsys):
 
 
 def test_a_page_for_all_addresses_names_one_that_others_reach(run_dir):
-    with PageServer([RunFiles(run_dir)], host="0.0.0.0", port=0, token=TOKEN) as server:
-        port = server.server_address[1]
-        assert server.url == f"http://127.0.0.1:{port}/?token={TOKEN}"
-        assert server.url_outside not in (None, server.url, f"http://0.0.0.0:{port}/?token={TOKEN}")
-        assert server.url_outside.removeprefix("http://").partition("/")[0] in server.names
-    with PageServer([RunFiles(run_dir)], host="127.0.0.1", port=0, token=TOKEN) as server:
-        assert server.url_outside is None
+    with PageServer([RunFiles(run_dir)], Address("0.0.0.0", 0, TOKEN)) as server:
+        address = server.address
+        assert url_of(server) == f"http://127.0.0.1:{address.port}/?token={TOKEN}"
+        assert address.url_outside not in (None, address.url, f"http://0.0.0.0:{address.port}")
+        assert Address("0.0.0.0", 0).refusal(urlsplit(address.url_outside).netloc, []) is None
+    with PageServer([RunFiles(run_dir)], Address("127.0.0.1", 0, TOKEN)) as server:
+        assert server.address.url_outside is None
 
 
 def test_samples_are_found_by_text_row_and_prompt(run_dir):
@@ -250,7 +251,7 @@ def test_a_browser_names_noise_and_the_time_left(browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "machine.jsonl").write_text('{"step": 0, "steps": 40}\n')
     with FileLock(tmp_path / ".lock"), serving(tmp_path) as server:
-        browser.open(f"{server.url}#validation")
+        browser.open(f"{url_of(server)}#validation")
         browser.until("document.body.innerText.includes('beyond noise')")
         text = browser.text()
         assert mentions(text, "Last 0.600 at step 20; first 0.200 at step 0: the last is +0.400 from it")
@@ -267,7 +268,7 @@ def test_a_browser_draws_intervals_resumes_and_zeros(browser, tmp_path):
     report = f'{{"n": 1, "sources": {{"a": {{"scores": {{"mean@1": {SCORE}}}}}}}}}'
     (tmp_path / "validation" / "step_000002.json").write_text(report)
     with serving(tmp_path) as server:
-        browser.open(server.url)
+        browser.open(url_of(server))
         browser.until("drawn.size === 2")
         assert "dashed: where a run was resumed" in browser.text()
         assert "95 % interval" in browser.text()
@@ -285,7 +286,7 @@ def test_a_browser_shows_names_of_one_number_once(browser, tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with serving(tmp_path) as server:
-        browser.open(server.url)
+        browser.open(url_of(server))
         script = (
             "curveSettings.find = arguments[0]; return panelsOf(state.runs).map((box) => box.textContent)"
         )
@@ -337,7 +338,8 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path):
         ("", 403), ("[", 403),
     ],
 )  # fmt: skip
-def test_a_name_that_is_not_this_machines_is_refused(server, host, status):
+def test_without_a_token_a_name_that_is_not_this_machines_is_refused(server, monkeypatch, host, status):
+    monkeypatch.setattr(server.address, "token", None)
     assert get(server, "/", Host=host)[0] == status
 
 
@@ -483,9 +485,9 @@ def test_damaged_files_leave_the_rest_of_the_page(tmp_path, capsys, monkeypatch)
 
 def test_a_browser_shows_what_damaged_files_leave(browser, tmp_path):
     with serving(damaged_run(tmp_path / "run")) as server:
-        browser.open(f"{server.url}#validation")
+        browser.open(f"{url_of(server)}#validation")
         browser.until("document.body.innerText.includes('0.500')")
-        browser.open(f"{server.url}#run")
+        browser.open(f"{url_of(server)}#run")
         browser.until("document.body.innerText.includes('strop train')")
         assert browser.errors() == []
 
@@ -507,7 +509,7 @@ def browser():
 
 def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_path):
     main(["report", str(run_dir), "-o", str(tmp_path / "run.html"), "--samples", "100"])
-    for url in (server.url, (tmp_path / "run.html").as_uri()):
+    for url in (url_of(server), (tmp_path / "run.html").as_uri()):
         browser.open(f"{url}#samples")
         browser.until("document.querySelectorAll('.list summary').length === 16")  # one line a prompt
         browser.run("document.querySelectorAll('.list summary').forEach((line) => line.click())")
@@ -551,7 +553,7 @@ def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(br
     write_table(path, samples_table(DataProto.from_dict(columns, {"uid": ["a"]}), Letters()))
     tokens = "(box) => [...box.querySelectorAll('.token')].map((token) => token.at)"
     with serving(run) as server:
-        browser.open(f"{server.url}#samples?row=0")
+        browser.open(f"{url_of(server)}#samples?row=0")
         browser.until("document.querySelectorAll('.branches > li').length")
         shown = browser.run(f"return [...document.querySelectorAll('.branches > li')].map({tokens})")
         assert shown == [[0, 1, 5, 6], [7, 8], [2, 3, 4]]
@@ -565,7 +567,7 @@ def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(br
 
 
 def test_bars_of_a_histogram_of_lengths_hold_equally_many_of_them(server, browser):
-    browser.open(f"{server.url}#samples")
+    browser.open(f"{url_of(server)}#samples")
     browser.until("document.querySelectorAll('.list li').length === 16")
     script = (
         "const bars = [...histogram('', arguments[0]).querySelectorAll('rect')];"
@@ -590,11 +592,11 @@ def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").touch()
-    with PageServer([RunFiles(folder, may_be_new=True)], host="127.0.0.1", port=0, token=TOKEN) as server:
+    with PageServer([RunFiles(folder, may_be_new=True)], Address("127.0.0.1", 0, TOKEN)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            browser.open(server.url)
+            browser.open(url_of(server))
             browser.until("document.getElementById('state').innerText === 'no step yet'")
             assert "Nothing is logged yet" in browser.text()
             write_run(folder)
@@ -603,7 +605,7 @@ def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
                 file.write('{"step": 4, "critic/score/mean": 0.9}\n')
             browser.until("document.getElementById('state').innerText.startsWith('step 4')")
             browser.until("[...drawn].some((plot) => plot.data[0].at(-1) === 4)")
-            server.token = "another"  # as after a restart
+            server.address.token = "another"  # as after a restart
             browser.until("document.getElementById('state').innerText.includes('token')")
         finally:
             server.shutdown()

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from strop import pictures
 from strop.cli.main import main
+from strop.listening import Address
 from strop.models import vision
 from strop.page.files import RunFiles
 from strop.page.server import PageServer
@@ -24,7 +25,7 @@ from strop.tracking import thumbnails
 from strop.tracking.report import ValidationReport
 
 import runs
-from browser import CHROMIUM, DRIVER, Browser
+from browser import CHROMIUM, DRIVER, Browser, url_of
 
 RECEIVED: list[object] = []
 WORDS = re.compile(r"\[picture (\d): ([\w.-]+, )?(56|84) x 56, (\d+) tokens\]")
@@ -211,12 +212,12 @@ def test_a_browser_shows_pictures_above_the_prompt(run, tmp_path):
     rows = pq.read_table(run / "rollouts" / "step_000002.parquet").to_pylist()
     listed = sum({row["uid"]: len(row["images"]) for row in rows}.values())
     row = next(number for number, row in enumerate(rows) if len(row["images"]) == 2)
-    with PageServer([RunFiles(run)], host="127.0.0.1", port=0, token="0123456789abcdef") as server:
+    with PageServer([RunFiles(run)], Address("127.0.0.1", 0, "0123456789abcdef")) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             with Browser(width=390, height=800) as browser:
-                for url in (server.url, (tmp_path / "run.html").as_uri()):
+                for url in (url_of(server), (tmp_path / "run.html").as_uri()):
                     browser.open(f"{url}#samples?run=0&kind=rollouts&step=2")
                     browser.until(f"document.querySelectorAll('.list .pictures img').length === {listed}")
                     browser.open(f"{url}#samples?run=0&kind=rollouts&step=2&row={row}")

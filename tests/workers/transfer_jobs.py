@@ -12,8 +12,9 @@ import worker_jobs
 from sharded_jobs import rank, world_size
 
 from strop.controller.pools import Role
-from strop.controller.rendezvous import LOOPBACK, open_store
+from strop.controller.rendezvous import open_store
 from strop.errors import ModelError
+from strop.listening import LOOPBACK
 from strop.rollout.transfer.broadcast import Channel
 
 Weights = dict[str, torch.Tensor]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import threading
 import weakref
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from aiohttp import web
 
 from strop.agents.chat import ChatAnswer, Refusal
-from strop.errors import ConfigError, traceback_of
-from strop.hosts import HostNames
+from strop.errors import traceback_of
+from strop.listening import Address, bearer
 
 _LARGEST_BODY = 16 << 20
 _BODY_S = 60.0
@@ -58,58 +57,37 @@ class Handler(Protocol):
 
 
 class Server:
-    """A listening endpoint; ``url`` is its address."""
+    """An endpoint at an address."""
 
-    def __init__(
-        self, handler: Handler, host: str, port: int, *, key_in_path: bool, token: str | None = None
-    ) -> None:
-        """Listen. ``key_in_path``: the key stands in /s/KEY/v1, else it is the bearer's token.
-
-        ``token``: of requests that are answered; None: all are. Raises ``ConfigError`` for a taken address.
-        """
-        self._handler, self._key_in_path, self._token = handler, key_in_path, token
-        self._names = HostNames(host)
+    def __init__(self, handler: Handler, address: Address, *, key_in_path: bool) -> None:
+        """``key_in_path``: the key stands in /s/KEY/v1; else requests are those of ``Address.refusal``."""
+        self._handler, self._address, self._key_in_path = handler, address, key_in_path
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="strop-endpoint", daemon=True).start()
-        self._runner: web.AppRunner | None = None
-        try:
-            self.port: int = asyncio.run_coroutine_threadsafe(self._listen(host, port), self.loop).result()
-        except OSError as error:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            raise ConfigError(f"the endpoint cannot listen on {host}, port {port}: {error}") from error
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}"
+        self._runner = asyncio.run_coroutine_threadsafe(self._listen(), self.loop).result()
         self._closing = weakref.finalize(self, _close, self.loop, self._runner)
 
-    async def _listen(self, host: str, port: int) -> int:
+    async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=_LARGEST_BODY)
         before = "/s/{key}" if self._key_in_path else ""
         app.router.add_post(f"{before}/v1/chat/completions", self._complete)
         app.router.add_get(f"{before}/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", _unknown)
         # a handler is cancelled when its client is gone
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
-        await site.start()
-        return self._runner.addresses[0][1]
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.SockSite(runner, self._address.socket).start()
+        return runner
 
     def close(self, *, wait: bool = True) -> None:
         """Stop listening; requests in work are cancelled. ``wait``: until the address is free."""
         if (ending := self._closing()) is not None and wait:
             ending.result(_CLOSE_S)
 
-    def _key(self, request: web.Request) -> str:
-        if self._key_in_path:
-            return request.match_info["key"]
-        return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-
     def _require_token(self, request: web.Request) -> None:
-        if self._token is None and not self._key_in_path and request.host not in self._names:
-            raise Refusal(403, "this host name is not the server's: send requests to the address it printed")
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-            raise Refusal(401, "the key is missing or wrong: send the one that the server printed")
+        given = [bearer(request.headers.get("Authorization", ""))]
+        if not self._key_in_path and (refused := self._address.refusal(request.host, given)):
+            raise Refusal(*refused)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -128,7 +106,7 @@ class Server:
             body = await _body_of(request)
             sent = request.headers.get("x-stainless-retry-count", "")  # by OpenAI's clients
             retry, mark = int(sent) if sent.isdecimal() else None, request.headers.get("Idempotency-Key")
-            reply = await self._handler.answer(self._key(request), body, retry, mark)
+            reply = await self._handler.answer(request.match_info.get("key", ""), body, retry, mark)
         except Refusal as refusal:
             return _refused(refusal.status, str(refusal))
         except asyncio.CancelledError:
@@ -147,10 +125,9 @@ async def _unknown(request: web.Request) -> web.StreamResponse:
     return _refused(404, f"{request.method} {request.path[-80:]} is not served: {served}")
 
 
-def _close(loop: asyncio.AbstractEventLoop, runner: web.AppRunner | None) -> Future[None]:
+def _close(loop: asyncio.AbstractEventLoop, runner: web.AppRunner) -> Future[None]:
     async def end() -> None:
-        if runner is not None:
-            await runner.cleanup()
+        await runner.cleanup()
         loop.call_soon(loop.stop)
 
     return asyncio.run_coroutine_threadsafe(end(), loop)

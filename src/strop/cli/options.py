@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from strop.errors import StropError, reword
+from strop.listening import LOOPBACK, Address
 from strop.terminal import PrintableFormatter
 
 
@@ -56,3 +57,20 @@ def add_choice_of_iteration(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--best", action="store_true", help="of a run folder: the iteration with the best validation"
     )
+
+
+def add_address(parser: argparse.ArgumentParser, port: int | None, use: str, when: str = "") -> None:
+    """Add the arguments of a server, whose clients may ``use`` it; ``port`` None: see ``Address``."""
+    add, usual = parser.add_argument, "8390, or a free one" if port is None else f"{port}; 0: a free one"
+    add("--host", default=LOOPBACK, help=f"{when}the address to listen at ({LOOPBACK}: this machine)")
+    add("--port", type=int, default=port, help=f"{when}the port ({usual})")
+    add("--no-token", action="store_true", help=f"{when}whoever reaches the address may {use}")
+
+
+def print_address(address: Address, path: str, use: str) -> None:
+    """Print where a server listens."""
+    print(f"{address.url}{path}  (Ctrl-C ends)", flush=True)
+    if outside := address.url_outside:
+        print(f"{outside}{path}  from other machines", flush=True)
+    if address.token is None:
+        print(f"Everyone who reaches this address can {use}: it has no token.", flush=True)

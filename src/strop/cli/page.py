@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from strop.cli.options import add_address, print_address
 from strop.config.paths import expand
 from strop.errors import ConfigError
+from strop.listening import Address
 
-_LOOPBACK = "127.0.0.1"
 _REPORT = "run.html"
 
 
@@ -18,27 +19,18 @@ def add_web_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--web", action="store_true", help="serve a page with curves, samples and per-token numbers"
     )
-    parser.add_argument(
-        "--host", default=_LOOPBACK, help=f"with --web: the address to listen at ({_LOOPBACK}: this machine)"
-    )
-    parser.add_argument("--port", type=int, help="with --web: the port (8390, or a free one)")
-    parser.add_argument(
-        "--no-token", action="store_true", help="with --web: whoever reaches the address may read the runs"
-    )
+    add_address(parser, None, "read the runs", "with --web: ")
 
 
 def serve_page(folders: Sequence[str], *, host: str, port: int | None, token: str | None) -> int:
     """Serve until Ctrl-C."""
     from strop.page.files import RunFiles
-    from strop.page.server import open_server
+    from strop.page.server import DEFAULT_PORT, PageServer
 
     runs = [RunFiles(Path(expand(folder)), may_be_new=True) for folder in folders]
-    with open_server(runs, host=host, port=port, token=token) as server:
-        print(f"{server.url}  (Ctrl-C ends)", flush=True)
-        if outside := server.url_outside:
-            print(f"{outside}  from other machines", flush=True)
-        if token is None:
-            print("Everyone who reaches this address can read the runs: it has no token.", flush=True)
+    address = Address(host, port, token, usual=DEFAULT_PORT)
+    with PageServer(runs, address) as server:
+        print_address(address, server.path, "read the runs")
         server.serve_forever()
     return 0
 

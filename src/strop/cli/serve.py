@@ -7,7 +7,13 @@ import importlib.util
 import os
 import secrets
 
-from strop.cli.options import add_choice_of_iteration, log_to_console, naming_options
+from strop.cli.options import (
+    add_address,
+    add_choice_of_iteration,
+    log_to_console,
+    naming_options,
+    print_address,
+)
 from strop.config.backends import ROLLOUTS
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -31,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder or name, a .gguf file, a run folder or checkpoint",
     )
     add_choice_of_iteration(parser)
-    add("--host", default="127.0.0.1", help="the address to listen at (127.0.0.1: this machine)")
-    add("--port", type=int, default=8000, help="the port (8000); 0: a free one")
-    add("--no-token", action="store_true", help="whoever reaches the address may use the model")
+    add_address(parser, 8000, "use the model")
     engines = ("auto", *(name for name in ROLLOUTS if name != "http"))
     add("--rollout", choices=engines, default="auto", help="engine that generates (auto)")
     add(
@@ -57,11 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     from strop.trainer.serve import serving
 
     token = None if arguments.no_token else os.environ.get(_TOKEN) or secrets.token_hex(16)
-    key = f"key: {f'that of {_TOKEN}' if os.environ.get(_TOKEN) else token}"
-    if token is None:
-        key = "Everyone who reaches this address can use the model: it has no key."
-    with serving(config, host=arguments.host, port=arguments.port, token=token) as (url, serve):
-        print(f"{url}  (Ctrl-C ends)\n{key}", flush=True)
+    with serving(config, host=arguments.host, port=arguments.port, token=token) as (address, serve):
+        print_address(address, "/v1", "use the model")
+        if token is not None:
+            print(f"key: {f'that of {_TOKEN}' if os.environ.get(_TOKEN) else token}", flush=True)
         serve()
 
 

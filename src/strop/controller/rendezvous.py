@@ -7,7 +7,8 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-LOOPBACK = "127.0.0.1"
+from strop.listening import LOOPBACK
+
 PATIENCE = timedelta(days=7)
 """Timeout of a wait that the driver watches: it names the rank that hangs."""
 

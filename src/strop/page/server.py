@@ -1,19 +1,15 @@
 """``strop view RUN --web``: the page of a run over HTTP, by the standard library.
 
 A request names entries of tables that are fixed at the start (the page's files, the API's functions, the
-runs by number), never a path. Only ``GET`` is served. A page of another site, whose name its owner lets
-resolve to this machine (DNS rebinding), is refused by its ``Host`` header. The port is open to every account
-of the machine, so a request needs the token of the printed address, or the cookie that the first one sets.
+runs by number), never a path. Only ``GET`` is served. A request needs the token of the printed address, or
+the cookie that the first one sets.
 """
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import re
-import secrets
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -21,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from strop.errors import ConfigError, DataError, in_one_line
-from strop.hosts import HostNames
+from strop.errors import DataError, in_one_line
+from strop.listening import Address
 from strop.page import SCRIPTS, STATIC, STYLES
 from strop.page.files import RunFiles
 
@@ -96,52 +92,26 @@ def page_html() -> str:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serve the page of ``runs`` at ``host`` and ``port`` (0: a free one), to requests with the ``token``."""
+    """Serve the page of ``runs`` at an address."""
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[RunFiles], *, host: str, port: int, token: str | None) -> None:
-        self.runs, self.token = list(runs), token
-        self.names = HostNames(host)
+    def __init__(self, runs: Sequence[RunFiles], address: Address) -> None:
+        self.runs, self.address = list(runs), address
+        self.path = f"/?token={address.token}" if address.token else "/"
+        """For a browser, which then keeps the token."""
         self.pages = {"/": ("text/html", page_html().encode())}
         for name in (*STYLES, *SCRIPTS):
             path = STATIC / name
             self.pages[f"/static/{name}"] = (_TYPES[path.suffix], path.read_bytes())
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        """The page's address for a browser on this machine."""
-        host = str(self.server_address[0])
-        return self._url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
-
-    @property
-    def url_outside(self) -> str | None:
-        """The page's address for other machines, if it is another one: the server listens at all addresses.
-
-        It is the address of the interface that packets to other networks leave by; without one, the name.
-        """
-        elsewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # any address outside would do
-        far = elsewhere.get(str(self.server_address[0]))
-        if far is None:
-            return None
-        with socket.socket(self.address_family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((far, 9))  # sends nothing
-                return self._url(str(probe.getsockname()[0]))
-            except OSError:
-                return self._url(socket.gethostname())
-
-    def _url(self, host: str) -> str:
-        query = f"?token={self.token}" if self.token else ""
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/{query}"
+        super().__init__((address.host, address.port), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = address.socket
 
     @property
     def cookie(self) -> str:
         """Name of the cookie with the token; browsers send a host's cookies to all its ports."""
-        return f"strop-{self.server_address[1]}"
+        return f"strop-{self.address.port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a browser that left in the midst of a request; print the traceback of other errors."""
@@ -160,16 +130,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request for the page, one of its files or data."""
-        if self.headers.get("Host", "") not in self._page.names:
-            self._fail(HTTPStatus.FORBIDDEN, "this host name is not the page's: open the address it printed")
-            return
         try:
             address = urlsplit(self.path)
         except ValueError:
             self._fail(HTTPStatus.BAD_REQUEST, "malformed address")
             return
-        if not self._may_read(parse_qs(address.query).get("token", [])):
-            self._fail(HTTPStatus.UNAUTHORIZED, "open the address with the token that `strop view` printed")
+        cookies = re.findall(rf"(?:^|; ?){self._page.cookie}=(\w+)", self.headers.get("Cookie", ""))
+        tokens = [*parse_qs(address.query).get("token", []), *cookies]
+        if refused := self._page.address.refusal(self.headers.get("Host", ""), tokens):
+            self._fail(*refused)
         elif address.path in self._page.pages:
             self._send(HTTPStatus.OK, *self._page.pages[address.path])
         elif (name := address.path.removeprefix("/api/")) == "runs":
@@ -179,12 +148,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(API[name], {key: values[-1] for key, values in parse_qs(address.query).items()})
         else:
             self._fail(HTTPStatus.NOT_FOUND, "not a part of the page")
-
-    def _may_read(self, tokens: Sequence[str]) -> bool:
-        """Return True for a request with the token, in its address or its cookie."""
-        cookies = re.findall(rf"(?:^|; ?){self._page.cookie}=(\w+)", self.headers.get("Cookie", ""))
-        token = (self._page.token or "").encode()
-        return not token or any(secrets.compare_digest(one.encode(), token) for one in [*tokens, *cookies])
 
     def _answer(self, read: Callable[[RunFiles, Parameters], Any], parameters: Parameters) -> None:
         try:
@@ -205,15 +168,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.OK, "application/json", text.encode())
 
-    def _fail(self, status: HTTPStatus, message: str) -> None:
+    def _fail(self, status: int, message: str) -> None:
         self._send(status, "application/json", json.dumps({"error": message}).encode())
 
-    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+    def _send(self, status: int, kind: str, body: bytes) -> None:
         headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}
-        if status == HTTPStatus.OK and kind == _TYPES[".html"] and self._page.token:
-            headers["Set-Cookie"] = (
-                f"{self._page.cookie}={self._page.token}; HttpOnly; SameSite=Strict; Path=/"
-            )
+        if status == HTTPStatus.OK and kind == _TYPES[".html"] and (token := self._page.address.token):
+            headers["Set-Cookie"] = f"{self._page.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
         if len(body) > _GZIP_FROM and "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, compresslevel=1)
             headers["Content-Encoding"] = "gzip"
@@ -224,17 +185,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the terminal shows the address only."""
-
-
-def open_server(runs: Sequence[RunFiles], *, host: str, port: int | None, token: str | None) -> PageServer:
-    """Return a server that listens; ``ConfigError`` if it cannot.
-
-    Without a ``port`` it is ``DEFAULT_PORT``, or a free one where that is taken.
-    """
-    try:
-        return PageServer(runs, host=host, port=DEFAULT_PORT if port is None else port, token=token)
-    except (OSError, OverflowError) as error:
-        if port is None and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            return open_server(runs, host=host, port=0, token=token)
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from error
+        """Log nothing; see ``strop.listening``."""

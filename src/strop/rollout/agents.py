@@ -37,6 +37,7 @@ from strop.data.pictures.parts import digests_of, named, with_pictures
 from strop.data.prompts import as_messages
 from strop.environments.pool import row_of
 from strop.errors import CheckpointError, TrainingError
+from strop.listening import Address
 from strop.protocol import DataProto
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
 from strop.rollout.in_flight import InFlight, with_files
@@ -134,7 +135,8 @@ class AgentRollout:
         self._changed = threading.Condition()
         self._warned: set[str] = set()
         port = config.agent.port and config.agent.port + spec.rank
-        self._server = Server(_Handler(self), config.agent.host, port, key_in_path=True)
+        self._address = Address(config.agent.host, port)
+        self._server = Server(_Handler(self), self._address, key_in_path=True)
         weakref.finalize(self, self._server.close, wait=False)
 
     def close(self) -> None:
@@ -230,7 +232,7 @@ class AgentRollout:
                 sampling=self._sampling,
                 most_pictures=images.shape[1],
             )
-            url = f"{self._server.url}/s/{key}/v1"
+            url = f"{self._address.url}/s/{key}/v1"
             play = _Play(key, session, {**row, "row": row, "base_url": url, "api_key": key})
             plays.append(play)
             self._plays[key] = play

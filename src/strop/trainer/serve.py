@@ -31,6 +31,7 @@ from strop.config.schema import Config
 from strop.controller.pools import Role
 from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.errors import ModelError, traceback_of
+from strop.listening import Address
 from strop.models.source import OF_PROCESSORS
 from strop.protocol import DataProto
 from strop.rollout.agents import show_pictures
@@ -199,10 +200,10 @@ def _texts_of(config: Config, tokenizer: Any, folder: Path) -> PromptPictures | 
 @contextlib.contextmanager
 def serving(
     config: Config, *, host: str, port: int, token: str | None
-) -> Generator[tuple[str, Callable[[], Never]]]:
+) -> Generator[tuple[Address, Callable[[], Never]]]:
     """Load the model and listen; yield the address, and a function that answers until an interrupt.
 
-    ``token`` and errors are those of ``Server``.
+    ``host``, ``port``, ``token`` and errors are those of ``Address``.
     """
     model = config.actor_rollout_ref.model
     logger.info("%s", rollout_in_words(config))
@@ -220,8 +221,9 @@ def serving(
     form = ChatFormat(config, tokenizer, engine.eos_token_ids, config.agent.parser, texts)
     name = Path(model.lora_adapter_path or model.path).name
     handler = _Handler(name, form, replace(params, max_tokens=length, n=1))
-    server = Server(handler, host, port, key_in_path=False, token=token)
+    address = Address(host, port, token)
+    server = Server(handler, address, key_in_path=False)
     try:
-        yield f"{server.url}/v1", partial(handler.serve, engine)
+        yield address, partial(handler.serve, engine)
     finally:
         server.close()

@@ -29,8 +29,8 @@ from strop.controller.ray.failure import (
     stack_by_signal,
 )
 from strop.controller.ray.host import RemoteHost
-from strop.controller.rendezvous import LOOPBACK
 from strop.errors import WorkerError
+from strop.listening import LOOPBACK
 
 _LIVE: dict[ResourcePool, Processes] = {}
 _PLACES: dict[ResourcePool, list[Any]] = {}

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from strop.controller.rendezvous import LOOPBACK
 from strop.errors import ConfigError, ModelError, TrainingError
+from strop.listening import LOOPBACK
 from strop.rollout.http.kind import proxy_of, read_urls
 from strop.rollout.http.sealed import SealedWeights
 from strop.rollout.http.start import OwnServer

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hmac
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from strop.errors import ModelError
+from strop.listening import bearer, is_token
 from strop.models.loader import load_tokenizer
 from strop.rollout.transfer.broadcast import received_file
 from strop.rollout.vllm.arguments import model_facts, vocabulary_digest, why_unsupported
@@ -124,8 +124,8 @@ class RequireToken:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
         """Pass on what has the token, and the server's own start and end."""
-        given = dict(scope.get("headers", [])).get(b"authorization", b"")
-        allowed = self._token and hmac.compare_digest(given, f"Bearer {self._token}".encode())
+        given = bearer(dict(scope.get("headers", [])).get(b"authorization", b"").decode(errors="replace"))
+        allowed = self._token and is_token(given, self._token)
         if scope["type"] == "lifespan" or allowed:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
