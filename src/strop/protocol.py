@@ -280,3 +280,21 @@ class DataProto:
             {name: of_array(array) for name, array in self.non_tensor_batch.items()},
             dict(self.meta_info),
         )
+
+
+def sequence_columns(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+    """Return the columns [B, L] of token ids, with the positions of real tokens among them."""
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+
+def padded_on_the_left(
+    rows: Sequence[Sequence[int] | Tensor], pad_token_id: int = 0, width: int | None = None
+) -> dict[str, Tensor]:
+    """Return ``sequence_columns`` of token ids, in ``width`` columns; None: as many as the longest has."""
+    lengths_B1 = torch.tensor([[len(ids)] for ids in rows])
+    width = int(lengths_B1.max()) if width is None else width
+    mask_BL = torch.arange(width) >= width - lengths_B1
+    ids_BL = torch.full(mask_BL.shape, pad_token_id)
+    ids_BL[mask_BL] = torch.cat([torch.as_tensor(ids, dtype=torch.int64) for ids in rows])
+    return sequence_columns(ids_BL, mask_BL.long())

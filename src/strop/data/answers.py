@@ -23,7 +23,7 @@ from strop.data.prompts import AUTO, PromptFormat, encode_responses
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
-from strop.protocol import DataProto
+from strop.protocol import DataProto, sequence_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -254,9 +254,7 @@ def _joined(prompts: DataProto, responses: Tensor, response_mask: Tensor, seen: 
     attention_mask = torch.cat([prompts.batch["attention_mask"], seen.long()], dim=1)
     return DataProto(
         {
-            "input_ids": torch.cat([prompts.batch["input_ids"], responses], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+            **sequence_columns(torch.cat([prompts.batch["input_ids"], responses], dim=1), attention_mask),
             "responses": responses,
             "response_mask": response_mask,
             **{name: column for name, column in prompts.batch.items() if name == "images"},

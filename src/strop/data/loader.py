@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from strop.errors import CheckpointError, DataError
-from strop.protocol import DataProto
+from strop.protocol import DataProto, sequence_columns
 
 
 def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_length: int) -> DataProto:
@@ -48,9 +48,7 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
         attention_mask_BP[number, max_prompt_length - length :] = 1
     return DataProto.from_dict(
         tensors={
-            "input_ids": input_ids_BP,
-            "attention_mask": attention_mask_BP,
-            "position_ids": (attention_mask_BP.cumsum(dim=-1) - 1).clamp(min=0),
+            **sequence_columns(input_ids_BP, attention_mask_BP),
             **{name: torch.stack([row[name] for row in rows]) for name in tensors - {"input_ids"}},
         },
         non_tensors={name: [row[name] for row in rows] for name in names - tensors},

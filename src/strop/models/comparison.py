@@ -27,6 +27,7 @@ from strop.models.heads import require_numbers
 from strop.models.packing import PackingError
 from strop.models.transformers_private import attention_is_replaceable, attention_name
 from strop.models.vision import PictureReader
+from strop.protocol import sequence_columns
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +201,7 @@ def few_rows(vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     mask_BL = torch.cat([mask_BP, mask_BT], dim=1).long()
     ids_BL = ids_BL * mask_BL
     columns = {
-        "input_ids": ids_BL,
-        "attention_mask": mask_BL,
-        "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
+        **sequence_columns(ids_BL, mask_BL),
         "responses": ids_BL[:, width:],
         "response_mask": mask_BT.float(),
     }

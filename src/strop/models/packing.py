@@ -30,6 +30,7 @@ from strop.models.inputs import PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.transformers_private import attention_name, takes_any_attention
 from strop.models.ulysses import SequenceGroup, SharedRow
+from strop.protocol import sequence_columns
 
 _WINDOW = 2
 """Sliding window in a check: shorter than the check's sequences."""
@@ -156,11 +157,7 @@ def check_packed_pass(
     # three lengths: padding and neighbours shift each sequence by another number of tokens
     mask_BL = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], device=model.device)
     ids_BL = torch.arange(12, device=model.device).view(3, 4) % model.config.get_text_config().vocab_size
-    batch = {
-        "input_ids": ids_BL,
-        "attention_mask": mask_BL,
-        "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
-    }
+    batch = sequence_columns(ids_BL, mask_BL)
     with portable_attention(model), _short_windows(model):
         padded_NH = Reader().inputs(batch).hidden_states(model)[mask_BL.bool()]
         require_numbers(model, padded_NH)

@@ -22,6 +22,7 @@ from strop.models.base import ResponseTokens, RoleModel, Unpadded
 from strop.models.passes.micro_batch import MicroBatch, on_cpu, places_of
 from strop.models.prompts_once import prompt_width
 from strop.models.tree import by_leaf
+from strop.protocol import sequence_columns
 
 REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
 """Entries of a reward model's config.json: mean and standard deviation of its scores on held-out pairs."""
@@ -129,9 +130,7 @@ def as_sequences(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     images = {"images": batch["images"].repeat(2, 1)} if "images" in batch else {}
     return {
         **images,
-        "input_ids": torch.cat([prompts_BP.repeat(2, 1), responses], dim=1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        **sequence_columns(torch.cat([prompts_BP.repeat(2, 1), responses], dim=1), attention_mask),
         "responses": responses,
         "response_mask": response_mask,
     }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from strop.algorithms import token_tree
 from strop.models.passes.micro_batch import MicroBatch, on_cpu, send
+from strop.protocol import sequence_columns
 
 _AT_SAMPLED = {"ref_hidden", "teacher", "teacher_hidden", "teacher_ids", "teacher_top"}
 """Columns [B, T] or [B, T, ...] that passes read at sampled tokens only."""
@@ -62,11 +63,8 @@ class Leaves:
         place_SL, own_SL = (send(table_SL, device) for table_SL in (self._place_SL, self._own_SL))
         real_SL, place_SL = place_SL >= 0, place_SL.clamp(min=0)
         ids = columns["input_ids"].flatten()[place_SL] * real_SL
-        attention_mask = real_SL.to(columns["attention_mask"].dtype)
         found = {
-            "input_ids": ids,
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+            **sequence_columns(ids, real_SL.to(columns["attention_mask"].dtype)),
             "responses": ids[:, split:],
             "response_mask": own_SL[:, split:].to(columns["response_mask"].dtype),
         }

@@ -33,6 +33,7 @@ from strop.models.heads import part_of
 from strop.models.inputs import PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, send
 from strop.models.prompts_once import prompt_width
+from strop.protocol import padded_on_the_left
 
 logger = logging.getLogger(__name__)
 
@@ -252,16 +253,12 @@ class PictureReader(Reader):
         text = np.where(text == self.placeholder, self._other, text).tolist()
         # a token before, between and behind pictures
         prompts = [[text[0], *(i for n in row for i in (*marks[n], text[1])), text[2]] for row in of_row]
-        width, response = max(map(len, prompts)), text[3:]
-        ids = [[0] * (width - len(prompt)) + prompt + response for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * (len(prompt) + len(response)) for prompt in prompts]
+        response = text[3:]
+        sequences = [prompt + response for prompt in prompts]
         images = [[held[number] for number in row] for row in of_row]
-        mask_BL = torch.tensor(mask)
         responses_BT = torch.tensor([response] * len(of_row))
         columns = {
-            "input_ids": torch.tensor(ids),
-            "attention_mask": mask_BL,
-            "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
+            **padded_on_the_left(sequences),
             "responses": responses_BT,
             "response_mask": torch.ones(responses_BT.shape),
             "images": torch.tensor([row + [0] * (2 - len(row)) for row in images]),

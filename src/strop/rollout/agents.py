@@ -10,7 +10,6 @@ Shapes: B prompts of P columns, R = B x n sessions of T tokens.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import math
@@ -38,9 +37,9 @@ from strop.data.prompts import as_messages
 from strop.environments.pool import row_of
 from strop.errors import CheckpointError, TrainingError
 from strop.listening import Address
-from strop.protocol import DataProto
+from strop.protocol import DataProto, padded_on_the_left, sequence_columns
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
-from strop.rollout.in_flight import InFlight, with_files
+from strop.rollout.in_flight import InFlight, Queue, with_files
 from strop.rollout.queued import Wave
 from strop.terminal import printable
 
@@ -113,6 +112,19 @@ class _Batch:
     """Seconds in which the engine waited for programs."""
     begun: float = field(default_factory=time.monotonic)
 
+    def state(self) -> list[Any]:
+        """Return the answers of each session."""
+        return [play.session.state() for play in self.plays]
+
+    def restore(self, state: Sequence[Any], /) -> None:
+        """Take what ``state`` returned."""
+        if len(state) != len(self.plays):
+            raise CheckpointError(
+                f"a batch in flight has {len(self.plays)} sessions, and {len(state)} were saved"
+            )
+        for play, saved in zip(self.plays, state, strict=True):
+            play.session.restore(saved)
+
 
 class AgentRollout:
     """Let programs sample from an engine; see ``RolloutEngine``."""
@@ -130,7 +142,7 @@ class AgentRollout:
         self._sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
         self._prompt_key, self._pad_id = config.data.prompt_key, spec.tokenizer.pad_token_id
         self.advanced: Advanced = lambda done, tokens: None
-        self._batches: dict[int, _Batch] = {}
+        self._queue = Queue[_Batch]()
         self._plays: weakref.WeakValueDictionary[str, _Play] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()
         self._warned: set[str] = set()
@@ -153,48 +165,24 @@ class AgentRollout:
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """See ``RolloutEngine.admit``; no program starts before ``finish``."""
-        queued = [*self._batches]
-        if queued and batch <= queued[-1]:
-            raise TrainingError(
-                f"batch {batch} was admitted after batch {queued[-1]}; admit them in order, once"
-            )
-        self._batches[batch] = self._begun(prompts, params)
+        self._queue.admit(batch, self._begun(prompts, params))
 
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """See ``RolloutEngine.finish``; ``finished`` is not called."""
-        if next(iter(self._batches), None) != batch:
-            raise TrainingError(
-                f"batch {batch} cannot be finished: the batches admitted are {[*self._batches]}"
-            )
-        self._complete([*self._batches.values()], version)
-        result = self._result(self._batches[batch], with_versions=True)
-        del self._batches[batch]
+        batches = self._queue.from_oldest(batch)
+        self._complete(batches, version)
+        result = self._result(batches[0], with_versions=True)
+        self._queue.forget(batch)
         return result
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``: answers by session; programs are started again."""
         with self._changed:
-            return {
-                "batches": {
-                    number: [play.session.state() for play in batch.plays]
-                    for number, batch in self._batches.items()
-                }
-            }
+            return self._queue.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See ``RolloutEngine.restore``."""
-        saved = state["batches"]
-        if [*saved] != [*self._batches]:
-            raise CheckpointError(
-                f"sessions in flight are of batches {[*saved]}, but batches {[*self._batches]} are admitted"
-            )
-        for number, batch in self._batches.items():
-            if len(saved[number]) != len(batch.plays):
-                raise CheckpointError(
-                    f"batch {number} has {len(batch.plays)} sessions, and {len(saved[number])} were saved"
-                )
-            for play, session in zip(batch.plays, saved[number], strict=True):
-                play.session.restore(session)
+        self._queue.restore(state)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``."""
@@ -493,15 +481,7 @@ class _Wave:
         """Return the nodes as samples; equal contexts are one tensor."""
         params = replace(self.batch.params, n=1)
         shown = [node.whole for _, node in self.nodes]
-        given = [one.ids for one in shown]
-        lengths = torch.tensor([[len(ids)] for ids in given])
-        width = int(lengths.max())
-        mask = (torch.arange(width) >= width - lengths).long()
-        columns = {
-            "input_ids": torch.tensor([[*itertools.repeat(pad_id, width - len(ids)), *ids] for ids in given]),
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        }
+        columns = padded_on_the_left([one.ids for one in shown], pad_id)
         if not params.greedy:
             columns["seeds"] = torch.tensor([[node.seed] for _, node in self.nodes])
         found = InFlight(DataProto(columns), params, limits=self.limits)
@@ -566,11 +546,7 @@ def _with_prompts(prompts: DataProto, sessions: Sequence[Session], pad_id: int) 
             ids_RP[row], mask_RP[row] = pad_id, 0
             ids_RP[row, width - length :] = torch.tensor(session.prompt.ids)
             mask_RP[row, width - length :] = 1
-    columns = {
-        "input_ids": ids_RP,
-        "attention_mask": mask_RP,
-        "position_ids": (mask_RP.cumsum(1) - 1).clamp(min=0),
-    }
+    columns = sequence_columns(ids_RP, mask_RP)
     if "images" in prompts.batch:
         columns["images"] = images_RI
     return DataProto({**prompts.batch, **columns}, prompts.non_tensor_batch, prompts.meta_info)

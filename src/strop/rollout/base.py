@@ -20,7 +20,7 @@ import torch
 from strop.algorithms.token_tree import plain
 from strop.config.backends import ROLLOUTS, load_backend
 from strop.errors import ConfigError, DataError, TrainingError
-from strop.protocol import DataProto
+from strop.protocol import DataProto, sequence_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -315,9 +315,7 @@ def answer(
     generated = {
         "prompts": prompt_ids,
         "responses": responses,
-        "input_ids": torch.cat([prompt_ids, responses], dim=1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        **sequence_columns(torch.cat([prompt_ids, responses], dim=1), attention_mask),
         "response_mask": sampled.float(),
         "rollout_log_probs": log_probs,
         "truncated": truncated,

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from strop.columns import ENDED_BY
 from strop.data.pictures.parts import digests_of
 from strop.errors import CheckpointError, TrainingError, portable
 from strop.pictures import Picture, alive, held
-from strop.protocol import DataProto
+from strop.protocol import DataProto, padded_on_the_left
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
 
@@ -139,15 +139,7 @@ class InFlight:
     def replace_prompts(self, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Set the token ids of this rank's prompts, which fit into the column, before any is generated."""
         width = self.prompts.batch["input_ids"].shape[1]
-        lengths_B1 = torch.tensor([[len(ids)] for ids in prompts])
-        mask_BP = (torch.arange(width) >= width - lengths_B1).long()
-        ids_BP = torch.full((len(prompts), width), pad_token_id)
-        ids_BP[mask_BP.bool()] = torch.tensor([token for ids in prompts for token in ids])
-        columns = {
-            "input_ids": ids_BP,
-            "attention_mask": mask_BP,
-            "position_ids": (mask_BP.cumsum(1) - 1).clamp(min=0),
-        }
+        columns = padded_on_the_left(prompts, pad_token_id, width)
         device = self.prompts.batch["input_ids"].device
         new = {name: column.to(device) for name, column in columns.items()}
         self.prompts = DataProto(
@@ -395,13 +387,22 @@ def exchange(waiting: Sequence[Place], answer: Callable[[Sequence[Place]], None]
                 batch.insert(row, ids[done:], images_at[done:], files)
 
 
-class Queue:
+class _Batch(Protocol):
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any, /) -> None: ...
+
+
+Batch = TypeVar("Batch", bound=_Batch)
+
+
+class Queue(Generic[Batch]):
     """Admitted batches by number, oldest first."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, InFlight] = {}
+        self._batches: dict[int, Batch] = {}
 
-    def admit(self, number: int, batch: InFlight) -> None:
+    def admit(self, number: int, batch: Batch) -> None:
         """See ``RolloutEngine.admit``."""
         queued = [*self._batches]
         if queued and number <= queued[-1]:
@@ -410,7 +411,7 @@ class Queue:
             )
         self._batches[number] = batch
 
-    def from_oldest(self, number: int) -> list[InFlight]:
+    def from_oldest(self, number: int) -> list[Batch]:
         """Return all batches; ``TrainingError`` if ``number`` is not the oldest."""
         if next(iter(self._batches), None) != number:
             raise TrainingError(
@@ -418,12 +419,9 @@ class Queue:
             )
         return [*self._batches.values()]
 
-    def finished(self, number: int, **options: Any) -> DataProto:
-        """Forget a batch; return its columns (``InFlight.result``) with ``rollout_versions``."""
-        batch = self._batches.pop(number)
-        result = batch.result(**options)
-        versions = batch.versions[batch.own].to(result.batch["responses"].device)
-        return result.union(DataProto({"rollout_versions": versions}))
+    def forget(self, number: int) -> None:
+        """Drop a batch that is finished."""
+        del self._batches[number]
 
     def state(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``."""

@@ -38,7 +38,7 @@ class QueuedRollout:
         }
         self._episodes = episodes
         self.advanced: Advanced = lambda done, tokens: None
-        self._queue = Queue()
+        self._queue = Queue[InFlight]()
 
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
@@ -57,8 +57,11 @@ class QueuedRollout:
         """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
         batches = self._queue.from_oldest(batch)
         self._complete(batches, version, finished)
-        turns = self.columns_of(batches[0])
-        return self._queue.finished(batch, **self.special_ids).union(turns)
+        oldest = batches[0]
+        turns, result = self.columns_of(oldest), oldest.result(**self.special_ids)
+        versions = oldest.versions[oldest.own].to(result.batch["responses"].device)
+        self._queue.forget(batch)
+        return result.union(DataProto({"rollout_versions": versions})).union(turns)
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``."""

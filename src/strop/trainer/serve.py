@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Never
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from strop.agents.chat import ChatFormat, Refusal, read_request
 from strop.agents.server import Reply, Server
@@ -33,7 +32,7 @@ from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.errors import ModelError, traceback_of
 from strop.listening import Address
 from strop.models.source import OF_PROCESSORS
-from strop.protocol import DataProto
+from strop.protocol import DataProto, padded_on_the_left
 from strop.rollout.agents import show_pictures
 from strop.rollout.base import MANY, SamplingParams
 from strop.rollout.in_flight import InFlight
@@ -160,11 +159,8 @@ class _Handler:
 
 def _in_flight(chats: Sequence[_Chat]) -> InFlight:
     """Return requests of equal parameters, to get a slice each: seeds of vLLM depend on where it begins."""
-    contexts, params = [torch.tensor(chat.node.context) for chat in chats], chats[0].params
-    ids = pad_sequence(contexts, batch_first=True, padding_side="left")
-    lengths = torch.tensor([[len(context)] for context in contexts])
-    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths).long()
-    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    params = chats[0].params
+    columns = padded_on_the_left([chat.node.context for chat in chats])
     if not params.greedy:
         columns["seeds"] = torch.tensor([[chat.node.seed] for chat in chats])
     limits = [min(len(chat.node.ids) + _SLICE, chat.limit) for chat in chats]

@@ -15,11 +15,11 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from strop.models.inputs import PassInputs, Reader
+from strop.protocol import padded_on_the_left
 from strop.rollout.base import Advanced, Samples, SamplingParams
 from strop.rollout.hf.kv_cache import DecodeCache, Span, decoding_attention, keys_and_values, to_the_front
 from strop.rollout.sampling import next_tokens
@@ -63,11 +63,7 @@ class Contexts:
         pictures: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Contexts:
         """Align token ids [length] of each context to the right, on ``device``."""
-        lengths_B1 = torch.tensor([[len(ids)] for ids in contexts])
-        ids_BP = pad_sequence(list(contexts), batch_first=True, padding_side="left")
-        width = ids_BP.shape[1]
-        mask_BP = (torch.arange(width) >= width - lengths_B1).long()
-        columns = (ids_BP, mask_BP, (mask_BP.cumsum(1) - 1).clamp(min=0), torch.tensor(of_row))
+        columns = *padded_on_the_left(contexts).values(), torch.tensor(of_row)
         return cls(*(column.to(device) for column in columns), pictures)
 
 

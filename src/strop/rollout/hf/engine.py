@@ -30,7 +30,7 @@ from strop.models.inputs import Reader
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.models.vision import PictureReader, reader_of
-from strop.protocol import DataProto
+from strop.protocol import DataProto, sequence_columns
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, tokens_only
 from strop.rollout.hf.decoding import Contexts, Kept, decode
 from strop.rollout.hf.kv_cache import attention_windows
@@ -354,11 +354,7 @@ class _TrialTurns:
 def _check_prompts(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return two short prompts of text."""
     mask = (torch.arange(5) >= 5 - torch.tensor(_CHECK_LENGTHS)[:, None]).long()
-    return {
-        "input_ids": torch.tensor(_CHECK_PROMPTS) % model.config.get_text_config().vocab_size,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-    }
+    return sequence_columns(torch.tensor(_CHECK_PROMPTS) % model.config.get_text_config().vocab_size, mask)
 
 
 def check_decoding(
