@@ -96,23 +96,11 @@ def run_stdin_tests(
     """
     limits = limits or Limits()
     deadline = time.monotonic() + limits.wall_s
-    with ExitStack() as pipes:
-        answers = Pipe(pipes)
-        process = SandboxedProcess(
-            "solution",
-            {"program": program, "inputs": list(inputs)},
-            function="main_stdin",
-            descriptors={"answers": answers.writer},
-            limits=limits,
-        )
-        try:
-            answers.close_writer()
-            content, reason = _read(answers.reader, deadline, [process], limit=limits.output_bytes)
-        finally:
-            words = process.close()
-    messages = _messages(content, 1 + len(outputs))
-    if not reason and messages[:1] != ["hello"]:
-        raise _no_sandbox(words)
+    given = {"program": program, "inputs": list(inputs)}
+    most, limit = len(outputs), limits.output_bytes
+    messages, reason = _messages_of(
+        "solution", given, deadline, most, limit, function="main_stdin", limits=limits
+    )
     for number, expected in enumerate(outputs, 1):
         message = messages[number] if number < len(messages) else {"failure": reason or "it ended early"}
         if not isinstance(message, dict) or not isinstance(message.get("written"), str):
@@ -131,26 +119,33 @@ def run_program(program: str, files: str, *, limits: Limits) -> tuple[str, str]:
     Raises as ``run_assert_tests`` does.
     """
     deadline = time.monotonic() + limits.wall_s + _PACKING_S
-    with ExitStack() as pipes:
-        answers = Pipe(pipes)
-        process = SandboxedProcess(
-            "tool",
-            {"program": program, "files": files, "seconds": limits.wall_s},
-            descriptors={"answers": answers.writer},
-            limits=limits,
-        )
-        try:
-            answers.close_writer()
-            content, reason = _read(answers.reader, deadline, [process], limit=limits.output_bytes + 100)
-        finally:
-            words = process.close()
-    messages = _messages(content, 2)
-    if not reason and messages[:1] != ["hello"]:
-        raise _no_sandbox(words)
+    given = {"program": program, "files": files, "seconds": limits.wall_s}
+    messages, reason = _messages_of("tool", given, deadline, 1, limits.output_bytes + 100, limits=limits)
     answer = messages[1] if len(messages) > 1 else {}
     if not isinstance(answer, dict) or not isinstance(printed := answer.get("printed"), str):
         return f"[ended, and its files are not kept: {reason or 'it ended its sandbox'}]", files
     return "\n".join(filter(None, (printed, answer["note"]))), answer.get("files", files)
+
+
+def _messages_of(
+    name: str, given: dict[str, Any], deadline: float, most: int, limit: int, **options: Any
+) -> tuple[list[Any], str]:
+    """Return the greeting of a sandbox and up to ``most`` answers, and the reason for stopping early, or "".
+
+    ``options`` are those of ``SandboxedProcess``.
+    """
+    with ExitStack() as pipes:
+        answers = Pipe(pipes)
+        process = SandboxedProcess(name, given, descriptors={"answers": answers.writer}, **options)
+        try:
+            answers.close_writer()
+            content, reason = _read(answers.reader, deadline, [process], limit=limit)
+        finally:
+            words = process.close()
+    messages = _messages(content, 1 + most)
+    if not reason and messages[:1] != ["hello"]:
+        raise _no_sandbox(words)
+    return messages, reason
 
 
 class Pipe:
