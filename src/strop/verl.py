@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strop.algorithms import kl, policy_loss
-from strop.algorithms.advantages import estimate, get_estimator
-from strop.algorithms.aggregation import masked_mean, masked_sum
+from strop.algorithms.advantages import estimate_columns, get_estimator
+from strop.algorithms.aggregation import masked_mean
 from strop.data.build import build_loaders
 from strop.data.loader import PromptLoader
 from strop.errors import ConfigError
@@ -60,17 +60,11 @@ def compute_advantage(
     ``num_repeat`` adjacent rows are one. ``whiten`` and ``norm_by_std`` are ``algorithm.whiten_advantages``
     and ``algorithm.norm_adv_by_std_in_grpo``.
     """
-    columns, mask_BT = data.batch, data.batch["response_mask"]
-    scores_BT = columns.get("token_level_scores")
-    columns["advantages"], columns["returns"] = estimate(
+    columns = data.batch
+    columns["advantages"], columns["returns"] = estimate_columns(
         get_estimator(adv_estimator),
-        rewards=columns["token_level_rewards"],
-        response_mask=mask_BT,
-        scores=None if scores_BT is None else masked_sum(scores_BT, mask_BT, dim=-1),
-        token_scores=scores_BT,
-        values=columns.get("values"),
-        uid=data.non_tensor_batch.get("uid", [row // num_repeat for row in range(len(data))]),
-        baseline_scores=columns.get("baseline_scores"),
+        columns,
+        data.non_tensor_batch.get("uid", [row // num_repeat for row in range(len(data))]),
         gamma=gamma,
         lam=lam,
         whiten=whiten,

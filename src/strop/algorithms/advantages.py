@@ -24,7 +24,7 @@ and the metric ``critic/returns``: the reward that followed a token, before any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,6 +146,23 @@ def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -
             f"of the response mask's shape {expected}, not {found}"
         )
     return result
+
+
+def estimate_columns(
+    estimator: Estimator, columns: Mapping[str, Tensor], uid: Uid, **constants: Any
+) -> tuple[Tensor, Tensor]:
+    """Call ``estimate`` with the columns of a batch; ``constants``: gamma, lam, whiten and norm_by_std."""
+    mask_BT, scores_BT = columns["response_mask"], columns.get("token_level_scores")
+    return estimate(
+        estimator,
+        rewards=columns["token_level_rewards"],
+        response_mask=mask_BT,
+        scores=None if scores_BT is None else masked_sum(scores_BT, mask_BT, dim=-1),
+        token_scores=scores_BT,
+        uid=uid,
+        **{name: columns.get(name) for name in ("values", "baseline_scores", "follows")},
+        **constants,
+    )
 
 
 @register_estimator("gae")

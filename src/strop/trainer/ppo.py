@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from strop.algorithms.advantages import estimate, get_estimator, needs
-from strop.algorithms.aggregation import masked_sum, zero_masked
+from strop.algorithms.advantages import estimate_columns, get_estimator, needs
+from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import (
@@ -410,19 +410,14 @@ class PPO:
 
     def _estimate(self, columns: dict[str, Tensor], batch: DataProto) -> tuple[Tensor, Tensor]:
         """Return advantages and returns [B, T]; without a reward 0."""
-        algorithm, mask_BT = self.config.algorithm, columns["response_mask"]
+        algorithm = self.config.algorithm
         if not self.has_reward:
-            return torch.zeros_like(mask_BT, dtype=torch.float32), columns["token_level_rewards"]
-        return estimate(
+            zeros_BT = torch.zeros_like(columns["response_mask"], dtype=torch.float32)
+            return zeros_BT, columns["token_level_rewards"]
+        return estimate_columns(
             self.estimator,
-            rewards=columns["token_level_rewards"],
-            response_mask=mask_BT,
-            values=columns.get("values"),
-            uid=batch.non_tensor_batch["uid"],
-            scores=masked_sum(columns["token_level_scores"], mask_BT, dim=-1),
-            token_scores=columns["token_level_scores"],
-            baseline_scores=columns.get("baseline_scores"),
-            follows=columns.get("follows"),
+            columns,
+            batch.non_tensor_batch["uid"],
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             whiten=algorithm.whiten_advantages,
