@@ -6,12 +6,13 @@ A checkpoint is written to ``global_step_N.tmp``; its manifest lists every file 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from strop import manifest
@@ -28,7 +29,7 @@ BY_TIME = "saved_by_time"
 """Empty file in a checkpoint that ``trainer.save_minutes`` or the end of a run by an interrupt has saved."""
 _KNOWN = re.compile(rf"{re.escape(TRAINER)}|{BY_TIME}|[A-Za-z_]\w*/.+")
 LATEST = "latest_checkpointed_iteration.txt"
-PREFIX = "global_step_"
+_PREFIX = "global_step_"
 FINAL_MODEL = "final_model"
 """The trained model of a run that ends without a checkpoint."""
 
@@ -78,7 +79,7 @@ def source_in(
 
     Raises ``CheckpointError`` if the run has none such, or ``path`` is no run folder although one is chosen.
     """
-    there = {saved: path / f"{PREFIX}{saved}" for saved in saved_steps(path)}
+    there = {saved: path / name_of(saved) for saved in saved_steps(path)}
     newest, final = latest_checkpoint(path), path / FINAL_MODEL
     if role != "critic" and newest_model(path) == final:
         iteration = iteration_of(final) or -1
@@ -99,36 +100,32 @@ def source_in(
 
 def auto_class(folder: Path) -> str:
     """Return the class of transformers that loads a folder with a model, or with an adapter of one."""
-    try:
-        if (folder / ADAPTER_CONFIG).is_file():
-            adapter = json.loads((folder / ADAPTER_CONFIG).read_text())
-            found = str(adapter["task_type"])
-            if found != "SEQ_CLS" and (base := Path(adapter["base_model_name_or_path"])).is_dir():
-                return auto_class(base)
-        else:
-            found = str(json.loads((folder / "config.json").read_text())["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        found = ""
+    found = _architecture(folder)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        adapter = json.loads((folder / ADAPTER_CONFIG).read_text())
+        found = str(adapter["task_type"])
+        if found != "SEQ_CLS" and (base := Path(adapter["base_model_name_or_path"])).is_dir():
+            return auto_class(base)
     if found.endswith("ForSequenceClassification") or found == "SEQ_CLS":
         return "AutoModelForSequenceClassification"
-    return (
-        "AutoModelForImageTextToText"
-        if found.endswith("ForConditionalGeneration")
-        else "AutoModelForCausalLM"
-    )
+    reads_pictures = found.endswith("ForConditionalGeneration")
+    return "AutoModelForImageTextToText" if reads_pictures else "AutoModelForCausalLM"
 
 
 def defined_by_strop(folder: Path) -> bool:
-    """Return whether transformers has no class for the scorer in a folder; see docs/models.md."""
-    try:
-        found = str(json.loads((folder / "config.json").read_text())["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    if not found.endswith("ForSequenceClassification"):
+    """Return True if transformers has no class for the scorer in a folder; see docs/models.md."""
+    if not (found := _architecture(folder)).endswith("ForSequenceClassification"):
         return False
     import transformers  # takes a second
 
     return found not in dir(transformers)
+
+
+def _architecture(folder: Path) -> str:
+    """Return the class that the configuration in a folder names; "" if there is none."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads((folder / "config.json").read_text())["architectures"][0])
+    return ""
 
 
 def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path:
@@ -190,12 +187,12 @@ def verify(checkpoint: Path) -> Manifest:
 
 def building_folder(folder: Path, step: int) -> Path:
     """Return the folder in which the checkpoint of iteration ``step`` is written."""
-    return folder / f"{PREFIX}{step}.tmp"
+    return folder / f"{name_of(step)}.tmp"
 
 
 def publish(folder: Path, step: int) -> Path:
     """Rename a sealed checkpoint and make it the latest; return its folder. Idempotent after an interrupt."""
-    final, stale = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.old"
+    final, stale = folder / name_of(step), folder / f"{name_of(step)}.old"
     if not is_renamed(folder, step):
         if final.exists():  # repeated after a resume from an earlier checkpoint
             shutil.rmtree(stale, ignore_errors=True)
@@ -216,14 +213,14 @@ def make_latest(folder: Path, step: int) -> None:
 
 def remove_unfinished(folder: Path) -> None:
     """Delete folders left by a save that was cancelled or killed while writing or replacing a checkpoint."""
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in folder.glob(f"{_PREFIX}*"):
         if path.suffix == ".tmp" or (path.suffix == ".old" and path.with_suffix("").exists()):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_renamed(folder: Path, step: int) -> bool:
     """Return True if ``publish`` has already renamed the checkpoint of iteration ``step``."""
-    return (folder / f"{PREFIX}{step}").exists() and not building_folder(folder, step).exists()
+    return (folder / name_of(step)).exists() and not building_folder(folder, step).exists()
 
 
 def latest_step(folder: Path) -> int | None:
@@ -244,7 +241,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     step = latest_step(folder)
     if step is None:
         return None
-    final, stale = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.old"
+    final, stale = folder / name_of(step), folder / f"{name_of(step)}.old"
     if stale.exists() and not final.exists():  # died between two renames
         stale.rename(final)
     return final
@@ -280,9 +277,8 @@ def newest_model(folder: Path) -> Path | None:
 
 def iteration_of(source: Path) -> int | None:
     """Return the iteration of a checkpoint, by its name, or of a ``final_model``; None if it is not known."""
-    number = source.name.removeprefix(PREFIX)
-    if number != source.name and number.isdecimal():
-        return int(number)
+    if steps := steps_in([source.name]):
+        return steps[0]
     try:
         return int(json.loads((source / TRAINER_STATE).read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -291,5 +287,15 @@ def iteration_of(source: Path) -> int | None:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the iterations of all published checkpoint folders, in order, without verifying them."""
-    names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    return sorted(steps_in(path.name for path in folder.glob(f"{_PREFIX}*")))
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint folder of an iteration."""
+    return f"{_PREFIX}{step}"
+
+
+def steps_in(names: Iterable[str]) -> list[int]:
+    """Return the iterations of the names that are those of checkpoint folders."""
+    numbers = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+    return [int(number) for number in numbers if number.isascii() and number.isdecimal()]

@@ -21,12 +21,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from strop.checkpoint.folder import (
     LATEST,
-    PREFIX,
     building_folder,
     latest_checkpoint,
+    name_of,
     parse_manifest,
     publish,
     seal,
+    steps_in,
 )
 from strop.config.paths import expand, is_url
 from strop.data.fetch import copy_files, files_below, open_filesystem
@@ -53,11 +54,11 @@ class RemoteCheckpoints:
 
     def url_of(self, step: int) -> str:
         """Return the URL of the checkpoint of iteration ``step``."""
-        return f"{self.url}/{PREFIX}{step}"
+        return f"{self.url}/{name_of(step)}"
 
     def is_whole(self, step: int) -> bool:
         """Return True if the checkpoint of iteration ``step`` has a whole manifest."""
-        return _manifest(self._fs, f"{self._root}/{PREFIX}{step}") is not None
+        return _manifest(self._fs, f"{self._root}/{name_of(step)}") is not None
 
     def latest(self) -> int | None:
         """Return the iteration to resume from: the one that ``LATEST`` names, or the newest whole one."""
@@ -90,7 +91,7 @@ class RemoteCheckpoints:
         require_sizes(self.url, files, _sizes(self._fs, remote))
         self._fs.pipe_file(f"{remote}/{MANIFEST}", manifest)
         if is_latest:
-            step = checkpoint.name.removeprefix(PREFIX)
+            (step,) = steps_in([checkpoint.name])
             self._fs.pipe_file(f"{self._root}/{LATEST}", f"{step}\n".encode())
 
     def prune(self, max_to_keep: int, *, newest: int) -> None:
@@ -102,12 +103,12 @@ class RemoteCheckpoints:
         kept = [step for step in steps if step <= newest and self.is_whole(step)][:max_to_keep]
         for step in steps:
             if step not in kept:
-                self._remove(f"{PREFIX}{step}")
+                self._remove(name_of(step))
 
     def archive(self) -> str | None:
         """Move existing checkpoints to ``previous_1``, ``previous_2``, ...; return the URL, None if none."""
         names = [LATEST] if self._fs.exists(f"{self._root}/{LATEST}") else []
-        names += [f"{PREFIX}{step}" for step in self._steps()]
+        names += [name_of(step) for step in self._steps()]
         if not names:
             return None
         number = 1
@@ -126,8 +127,7 @@ class RemoteCheckpoints:
             paths = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        names = (path.rstrip("/").rpartition("/")[2].removeprefix(PREFIX) for path in paths)
-        return [int(name) for name in names if name.isascii() and name.isdecimal()]
+        return steps_in(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first, so that a half-removed one does not count as whole."""

@@ -33,13 +33,13 @@ import torch
 
 from strop.checkpoint.folder import (
     BY_TIME,
-    PREFIX,
     TRAINER,
     best_step,
     building_folder,
     is_renamed,
     latest_step,
     make_latest,
+    name_of,
     publish,
     remove_unfinished,
     saved_steps,
@@ -283,7 +283,7 @@ class Checkpoints:
 
     def folder_of(self, step: int) -> Path:
         """Return the folder of the checkpoint of iteration ``step``."""
-        return self.folder / f"{PREFIX}{step}"
+        return self.folder / name_of(step)
 
     def lacks(self, step: int) -> bool:
         """Return True if ``step`` is not 0 and not the latest checkpoint, nor the one being written.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from strop.checkpoint.folder import PREFIX
+from strop.checkpoint.folder import name_of
 from strop.config.schema import Config
 from strop.data.loader import PromptLoader
 from strop.protocol import DataProto
@@ -61,7 +61,7 @@ class BestValidation:
         step, mean, error = self._last
         if self.score - mean <= error:
             return None
-        best = run_folder / f"{PREFIX}{self.step}"
+        best = run_folder / name_of(self.step)
         if self.step == 0:
             where = "the best one is the model that training began with"
         elif best.is_dir():
