@@ -7,7 +7,7 @@ import random
 import pytest
 
 from strop.config.load import load_config
-from strop.trainer.watches import PicturesWatch, SignalWatch, StallWatch, cut_answers, equal_scores
+from strop.trainer.watches import CutWatch, PicturesWatch, SignalWatch, StallWatch, equal_scores
 
 from messages import mentions
 
@@ -132,17 +132,19 @@ def test_single_samples_with_different_scores_and_null_do_not_warn():
 
 
 def test_most_answers_cut_is_a_warning_with_the_key():
-    assert cut_answers({"response_length/clip_ratio": 0.5}, CONFIG, first=0.5) is None
-    line = cut_answers({"response_length/clip_ratio": 0.938}, CONFIG, first=0.6)
-    assert mentions(line, "94%", "data.max_response_length=32")
+    watch, share = CutWatch(CONFIG), "response_length/clip_ratio"
+    assert watch({share: 0.5}) is None
+    assert mentions(watch({share: 0.938}), "94%", "data.max_response_length=32")
+    assert watch({share: 0.938}) is None  # once
     for by_turn, key in ((0.3, "data.max_response_length=32"), (0.6, "environment.turn_length=7")):
-        found = {"response_length/clip_ratio": 0.9, "turns/cut": by_turn}
-        assert mentions(cut_answers(found, CONFIG, first=0.9), "90%", key)
+        found = {share: 0.9, "turns/cut": by_turn}
+        assert mentions(CutWatch(CONFIG)(found), "90%", key)
     agent = CONFIG.model_copy(update={"agent": CONFIG.agent.model_copy(update={"command": "x"})})
-    assert mentions(cut_answers(found, agent, first=0.9), "90%", "max_tokens of the program's requests")
+    assert mentions(CutWatch(agent)(found), "90%", "max_tokens of the program's requests")
 
 
 def test_a_share_of_cut_answers_that_doubles_names_the_penalty():
-    assert cut_answers({"response_length/clip_ratio": 0.4}, CONFIG, first=0.1) is None
-    line = cut_answers({"response_length/clip_ratio": 0.52}, CONFIG, first=0.26)
+    watch = CutWatch(CONFIG)
+    assert [watch({"response_length/clip_ratio": share}) for share in (0.26, 0.4)] == [None, None]
+    line = watch({"response_length/clip_ratio": 0.52})
     assert mentions(line, "26%", "52%", "data.max_response_length=32", "reward_model.non_stop_penalty=True")

@@ -54,7 +54,7 @@ from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import BestValidation, Validator
-from strop.trainer.watches import PicturesWatch, SignalWatch, StallWatch, cut_answers, equal_scores
+from strop.trainer.watches import equal_scores, watches_of
 from strop.trainer.weight_sync import WeightSync
 from strop.verl import VerlNames
 
@@ -155,12 +155,7 @@ class RayPPOTrainer(VerlNames):
         self.progress = Progress(self.config)
         self.timer = PhaseTimer(self.progress.phases)
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
-        rate = f"actor_rollout_ref.actor.optim.lr={self.config.actor_rollout_ref.actor.optim.lr:g}"
-        self._signal = SignalWatch(self.config.trainer.warn_without_signal, rate=rate)
-        self._pictures = PicturesWatch(self.config)
-        self._stall = StallWatch(rate, has_adapters=self.config.actor_rollout_ref.model.has_adapters)
-        self._first_cut: float | None = None
-        self._warned_truncation = self._showed_equal = False
+        self._watches, self._showed_equal = watches_of(self.config), False
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
@@ -344,17 +339,9 @@ class RayPPOTrainer(VerlNames):
             self._showed_equal = True
             sample = samples_table(batch[:1], self.tokenizer, self.pictures_in_words).to_pylist()[0]
             logger.warning("warning: %s", printable(equal_scores(metrics, sample)))
-        watches = (self._signal, self._stall) if has_reward(self.config) else ()
-        for watch in (self._pictures, *watches):
+        for watch in self._watches:
             if warning := watch(metrics):
                 logger.warning("warning: %s", warning)
-        if self._first_cut is None:
-            self._first_cut = metrics["response_length/clip_ratio"]
-        if not self._warned_truncation and (
-            warning := cut_answers(metrics, self.config, first=self._first_cut)
-        ):
-            self._warned_truncation = True
-            logger.warning("warning: %s", warning)
         if not has_reward(self.config):  # zeros, which console and curves would show as a reward
             metrics = {name: value for name, value in metrics.items() if not name.startswith("critic/score/")}
         return batch, metrics

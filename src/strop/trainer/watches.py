@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strop.config.backends import ROLLOUTS
 from strop.config.keys import value_at
 from strop.config.placement import uses_gpu
-from strop.config.roles import is_off_policy
+from strop.config.roles import has_reward, is_off_policy
 from strop.config.schema import Config
 from strop.config.schema.agent import uses_agent
 
@@ -80,29 +80,37 @@ class SignalWatch:
         )
 
 
-def cut_answers(metrics: Mapping[str, float], config: Config, *, first: float) -> str | None:
-    """Return a warning if most responses of an iteration were cut, with the key that cut more of them.
+class CutWatch:
+    """Warn once of an iteration of which most responses were cut, with the key that cut more of them."""
 
-    ``first`` is their share in the first iteration.
-    """
-    share, by_turn = metrics["response_length/clip_ratio"], metrics.get("turns/cut", 0.0)
-    if share <= 0.5:
-        return None
-    key = "environment.turn_length" if by_turn > share / 2 else "data.max_response_length"
-    place = f"{key}={value_at(config, key)}"
-    if uses_agent(config) and by_turn > share / 2:
-        place = "max_tokens of the program's requests"
-    cut = f"of the answers were cut at {place} before they ended"
-    if share >= 2 * first:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._first: float | None = None
+        """Their share in the first iteration."""
+        self._has_warned = False
+
+    def __call__(self, metrics: Mapping[str, float]) -> str | None:
+        """Return the warning if these ``metrics`` of an iteration are the first that call for it."""
+        share, by_turn = metrics["response_length/clip_ratio"], metrics.get("turns/cut", 0.0)
+        self._first = share if self._first is None else self._first
+        if share <= 0.5 or self._has_warned:
+            return None
+        self._has_warned = True
+        key = "environment.turn_length" if by_turn > share / 2 else "data.max_response_length"
+        place = f"{key}={value_at(self._config, key)}"
+        if uses_agent(self._config) and by_turn > share / 2:
+            place = "max_tokens of the program's requests"
+        cut = f"of the answers were cut at {place} before they ended"
+        if share >= 2 * self._first:
+            return (
+                f"{share:.0%} {cut}, and {self._first:.0%} in the first iteration: the score may pay for "
+                "length, or for answers without an end (strop view RUN shows them). "
+                "reward_model.non_stop_penalty=True with a low penalty_reward_value makes them worse"
+            )
         return (
-            f"{share:.0%} {cut}, and {first:.0%} in the first iteration: the score may pay for length, or "
-            "for answers without an end (strop view RUN shows them). reward_model.non_stop_penalty=True with "
-            "a low penalty_reward_value makes them worse than others"
+            f"{share:.0%} {cut}, and are scored as they stand. Raise it if they need more tokens; strop view "
+            "RUN shows them. (response_length/clip_ratio has the share of each iteration)"
         )
-    return (
-        f"{share:.0%} {cut}, and are scored as they stand. Raise it if they need more tokens; strop view RUN "
-        "shows them. (response_length/clip_ratio has the share of each iteration)"
-    )
 
 
 class StallWatch:
@@ -163,6 +171,16 @@ class PicturesWatch:
             "processing (torchvision in one environment alone), or dummy weights in the sampler "
             "(rollout.load_format) do that. training/rollout_probs_diff_max/text is the difference of text"
         )
+
+
+def watches_of(config: Config) -> Sequence[Callable[[Mapping[str, float]], str | None]]:
+    """Return those of a run; each takes the metrics of an iteration, and returns a warning that is due."""
+    policy, watches = config.actor_rollout_ref, [PicturesWatch(config), CutWatch(config)]
+    if not has_reward(config):
+        return watches
+    rate = f"actor_rollout_ref.actor.optim.lr={policy.actor.optim.lr:g}"
+    signal = SignalWatch(config.trainer.warn_without_signal, rate=rate)
+    return [*watches, signal, StallWatch(rate, has_adapters=policy.model.has_adapters)]
 
 
 def _has_moved(values: tuple[float, ...]) -> bool:
