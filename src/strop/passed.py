@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from strop.errors import ConfigError
+
 PASSED: dict[str, Callable[..., Any]] = {}
 """``function:<name>-<digest>`` -> the function, in this process; workers on Ray get copies."""
 
@@ -27,6 +29,18 @@ def passing(functions: Mapping[str, Callable[..., Any]]) -> Generator[None]:
     finally:
         for name in added:
             del PASSED[name]
+
+
+def for_process(value: Any, named: str, remedy: str) -> bytes:
+    """Return ``dumps``; ``ConfigError`` with the ``remedy`` for a user's ``value`` that cannot be pickled."""
+    try:
+        return dumps(value)
+    # Pickling runs user code, which may raise anything.
+    except Exception as error:
+        raise ConfigError(
+            f"{named} cannot be pickled for its process ({error}); keep open files, locks, clients and "
+            f"models out of {remedy}"
+        ) from error
 
 
 def dumps(value: Any) -> bytes:

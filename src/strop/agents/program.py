@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from strop.config.schema.agent import AgentConfig
 from strop.environments.loading import load_object
 from strop.errors import ConfigError, did_you_mean
-from strop.passed import dumps
+from strop.passed import for_process
 from strop.rewards.arguments import Function
 from strop.rewards.worker.process import Child
 
@@ -72,14 +72,8 @@ def load_program(section: AgentConfig) -> Program | None:
     function = load_object(section.path, "agent.path")
     named = f"agent.path={section.path if '.py:' in section.path else function.__name__}"
     required = Function(function, named).required
-    try:
-        pickled = dumps(function)
-    # Pickling runs user code, which may raise anything.
-    except Exception as error:
-        raise ConfigError(
-            f"{named}: the program cannot be pickled for its process ({error}); keep open files, locks and "
-            "clients out of its module's globals, and make them in the function"
-        ) from error
+    remedy = "its module's globals, and make them in the function"
+    pickled = for_process(function, f"{named}: the program", remedy)
     return Program(pickled, "", list(sys.path), named, required)
 
 
@@ -223,12 +217,11 @@ class _Process:
             self._child = Child(
                 self._setup,
                 self._memory_limit_mb,
-                start_timeout_s=120.0,
                 module="strop.agents.child",
                 what="agent program",
                 section="agent",
+                longest_line=_LONGEST_LINE,
             )
-            self._child.lane.longest_line = _LONGEST_LINE
         self._child.lane.post(pickle.dumps((name, values)))
         self._child.output.allow_more()
 

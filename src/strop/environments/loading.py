@@ -17,7 +17,7 @@ from strop.environments.episode import Blueprint, parameters_of
 from strop.environments.gym import load_gym
 from strop.environments.mcp import load_mcp
 from strop.errors import ConfigError, did_you_mean
-from strop.passed import dumps, is_function
+from strop.passed import for_process, is_function
 from strop.rewards.arguments import Function
 from strop.rewards.custom import load_module
 from strop.rewards.sandbox import require_bubblewrap
@@ -120,16 +120,8 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
                 f"{named.get(name, 'environment.tools')}: it has neither tools (public methods) nor "
                 "respond(response, turn), so that nothing answers a turn"
             )
-    try:
-        pickled = dumps(blueprint)
-    # Pickling runs user code, which may raise anything.
-    except Exception as error:
-        raise ConfigError(
-            f"{_KEY}: the environment cannot be pickled for its process ({error}); keep open files, locks "
-            "and models out of its class, and open them in reset"
-        ) from error
     return Environments(
-        pickled,
+        for_process(blueprint, f"{_KEY}: the environment", "its class, and open them in reset"),
         list(sys.path),
         schemas,
         blueprint.without_rewards(),

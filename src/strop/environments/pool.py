@@ -230,12 +230,11 @@ class _Process:
                 self._child = Child(
                     self._setup,
                     self._memory_limit_mb,
-                    start_timeout_s=120.0,
                     module="strop.environments.child",
                     what="environment",
                     section="environment",
+                    longest_line=_LONGEST_LINE,
                 )
-                self._child.lane.longest_line = _LONGEST_LINE
             request.begun = None
             self._post(request)
         requests.popleft()

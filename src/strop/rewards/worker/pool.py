@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop.config.machine import usable_cores
-from strop.errors import ConfigError
-from strop.passed import dumps
+from strop.passed import for_process
 from strop.rewards.arguments import Sample, ScoreFunction
 from strop.rewards.scorer import Outcome, Scorer, timed_out
 from strop.rewards.worker.process import Child, read_answer
@@ -125,16 +124,8 @@ class RewardProcess:
         self.memory_limit_mb = memory_limit_mb
         self.max_concurrency = max_concurrency
         self.scorer = Scorer.of(function)
-        try:
-            self._function = dumps(self.scorer)
-        # Pickling runs user code, which may raise anything.
-        except Exception as error:
-            functions = self.scorer.own, *self.scorer.parts.values()
-            names = " or ".join(each.where for each in functions)
-            raise ConfigError(
-                f"{names} cannot be pickled for its process ({error}); "
-                "keep open files, locks and models out of it, or load them inside the function"
-            ) from error
+        names = " or ".join(each.where for each in (self.scorer.own, *self.scorer.parts.values()))
+        self._function = for_process(self.scorer, names, "it, or load them inside the function")
         self._child: Child | None = None
 
     def __enter__(self) -> RewardProcess:

@@ -107,11 +107,11 @@ class Lane:
     Messages that do not fit into the pipe wait here.
     """
 
-    def __init__(self, requests: int, answers: int) -> None:
+    def __init__(self, requests: int, answers: int, longest_line: int = _LONGEST_LINE) -> None:
         self._requests, self._answers = requests, answers
         os.set_blocking(requests, False)
         os.set_blocking(answers, False)
-        self.longest_line = _LONGEST_LINE
+        self._longest_line = longest_line
         self._unsent = bytearray()
         self._received = bytearray()
         self._poll = select.poll()
@@ -163,8 +163,8 @@ class Lane:
         if not piece:
             raise EOFError("the pipe is closed")
         self._received += piece
-        if len(self._received) > self.longest_line:
-            raise ValueError(f"a line exceeds {self.longest_line} bytes")
+        if len(self._received) > self._longest_line:
+            raise ValueError(f"a line exceeds {self._longest_line} bytes")
 
     def _write(self) -> None:
         try:
@@ -185,17 +185,19 @@ class Child:
         setup: bytes,
         memory_limit_mb: int | None,
         *,
-        start_timeout_s: float,
+        start_timeout_s: float = 120.0,
         module: str = "strop.rewards.worker.child",
         what: str = "reward function",
         section: str = "reward_model",
+        longest_line: int = _LONGEST_LINE,
     ) -> None:
         """Start ``module``, send ``setup``, and wait until it is ready.
 
-        ``what`` it runs, and the ``section`` of its limits, are for errors. Raises ``RewardError`` if it
-        cannot load the function, ends three times before it is ready, or does not answer.
+        ``what`` it runs, and the ``section`` of its limits, are for errors; ``longest_line`` is in bytes.
+        Raises ``RewardError`` if it cannot load the function, ends three times before it is ready, or does
+        not answer.
         """
-        self._what = what
+        self._what, self._longest_line = what, longest_line
         self.memory_limit = ""  # for error texts
         if memory_limit_mb is not None:
             self.memory_limit = f"its memory is limited by {section}.memory_limit_mb={memory_limit_mb}"
@@ -236,7 +238,7 @@ class Child:
         self._end = weakref.finalize(self, _end_process, self.process, marker, own_end, os.getpid())
         pipes: list[Any] = [self.process.stdin, self.process.stdout, self.process.stderr]
         self._requests, answers, errors = pipes
-        self.lane = Lane(self._requests.fileno(), answers.fileno())
+        self.lane = Lane(self._requests.fileno(), answers.fileno(), self._longest_line)
         self.output = OutputReader(errors)
         self.has_answered = False
 
