@@ -1,18 +1,15 @@
 """``AgentRollout``: samples that are sessions of agent programs.
 
-An engine generates answers; this module starts the programs, collects their requests, and makes rows of
-sessions. Requests are answered in waves. With ``agent.lockstep`` a wave begins when every running program
-waits for an answer, so that what is computed together, and in which order, depends on no clock.
-
-Shapes: B prompts of P columns, R = B x n sessions of T tokens.
+An engine generates answers; this module starts the programs and collects their requests, and
+``session_rows`` makes rows of their sessions. Requests are answered in waves. With ``agent.lockstep`` a wave
+begins when every running program waits for an answer, so that what is computed together, and in which order,
+depends on no clock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import secrets
 import threading
 import time
@@ -21,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from strop import pictures
@@ -29,18 +25,16 @@ from strop.agents.chat import ChatFormat, ChatRequest, Refusal, canonical, diges
 from strop.agents.program import Outcome, Started
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node, Session
-from strop.algorithms import token_tree
-from strop.algorithms.token_tree import Row, plain
-from strop.columns import ENDED_BY
 from strop.data.pictures.parts import digests_of, named, with_pictures
 from strop.data.prompts import as_messages
 from strop.environments.pool import row_of
-from strop.errors import CheckpointError, TrainingError
+from strop.errors import CheckpointError
 from strop.listening import Address
-from strop.protocol import DataProto, padded_on_the_left, sequence_columns
-from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
-from strop.rollout.in_flight import InFlight, Queue, with_files
+from strop.protocol import DataProto, padded_on_the_left
+from strop.rollout.base import Advanced, Finished, RolloutSpec, SamplingParams, seeds_of
+from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.queued import Wave
+from strop.rollout.session_rows import columns_of, images_of
 from strop.terminal import printable
 
 if TYPE_CHECKING:
@@ -200,7 +194,7 @@ class AgentRollout:
         """Return a batch whose programs have not been started."""
         seeds: list[int | None] = [*seeds_of(prompts, params)] or [None] * (len(prompts) * params.n)
         width, plays = prompts.batch["input_ids"].shape[1], []
-        images = _images_of(prompts)
+        images = images_of(prompts)
         for number, seed in enumerate(seeds):
             given = {name: values[number // params.n] for name, values in prompts.non_tensor_batch.items()}
             row, key = row_of(given), secrets.token_hex(16)
@@ -400,30 +394,16 @@ class AgentRollout:
                         self._server.loop.call_soon_threadsafe(_settle, future, node)
 
     def _result(self, batch: _Batch, *, with_versions: bool = False) -> DataProto:
-        """Return the columns of ``answer``, and those of turns, for the rows of a batch."""
-        n, T = batch.params.n, batch.params.max_tokens
+        """Return the columns of the rows of a batch."""
         sessions = [play.session for play in batch.plays]
-        rows = [token_tree.row_of([]) if one.ended_by == "error" else one.row() for one in sessions]
-        for session, row in zip(sessions, rows, strict=True):
-            if session.ended_by != "error" and sum(row.sampled) != session.n_sampled - session.n_dropped:
-                raise TrainingError(
-                    f"a session has {sum(row.sampled)} sampled tokens in its row, and the engine gave it "
-                    f"{session.n_sampled - session.n_dropped}"
-                )
-        prompts = _with_prompts(batch.prompts.repeat(n), sessions, self._pad_id)
-        samples, versions = _samples(sessions, rows, T, self._pad_id)
-        found = answer(prompts, replace(batch.params, n=1), samples, **self._engine.special_ids)
-        share = batch.wait_s / max(time.monotonic() - batch.begun, 1e-9)
-        more: dict[str, Any] = _counts(sessions, rows, share)
-        if with_versions:
-            more["rollout_versions"] = versions
-        more["environment_scores"] = torch.stack(
-            [_scores(play, row, T) for play, row in zip(batch.plays, rows, strict=True)]
+        outcomes = [play.outcome for play in batch.plays]
+        found = columns_of(
+            *(batch.prompts, batch.params, sessions, outcomes, self._form),
+            with_versions=with_versions,
+            waiting=batch.wait_s / max(time.monotonic() - batch.begun, 1e-9),
+            **self._engine.special_ids,
         )
-        if self._form.pictures is not None:
-            found = found.union(_of_pictures(sessions, rows, T))
-        texts = np.array([_conversation(self._form, play) for play in batch.plays], object)
-        return found.union(DataProto(more, {"conversation": texts})).union(self._engine.columns_of(batch))
+        return found.union(self._engine.columns_of(batch))
 
 
 class _Handler:
@@ -532,112 +512,3 @@ def _refuse(future: asyncio.Future[Node], refusal: Refusal) -> None:
     if not future.done():
         future.set_exception(refusal)
         future.exception()  # its client may be gone
-
-
-def _with_prompts(prompts: DataProto, sessions: Sequence[Session], pad_id: int) -> DataProto:
-    """Return the rows [R, P] with the contexts that their sessions begin with."""
-    ids_RP, mask_RP = prompts.batch["input_ids"].clone(), prompts.batch["attention_mask"].clone()
-    images_RI = _images_of(prompts).clone()
-    width = ids_RP.shape[1]
-    for row, session in enumerate(sessions):
-        if session.prompt is not None and session.ended_by != "error":
-            images, length = digests_of(session.prompt.images_at), len(session.prompt.ids)
-            images_RI[row] = torch.tensor([*images, *[0] * (images_RI.shape[1] - len(images))])
-            ids_RP[row], mask_RP[row] = pad_id, 0
-            ids_RP[row, width - length :] = torch.tensor(session.prompt.ids)
-            mask_RP[row, width - length :] = 1
-    columns = sequence_columns(ids_RP, mask_RP)
-    if "images" in prompts.batch:
-        columns["images"] = images_RI
-    return DataProto({**prompts.batch, **columns}, prompts.non_tensor_batch, prompts.meta_info)
-
-
-def _images_of(prompts: DataProto) -> Tensor:
-    """Return the column ``images``; without pictures one of no width."""
-    return prompts.batch.get("images", torch.zeros(len(prompts), 0, dtype=torch.long))
-
-
-def _of_pictures(sessions: Sequence[Session], rows: Sequence[Row], T: int) -> DataProto:
-    """Return the pictures of the rows' tokens, and the files of all that their requests sent."""
-    at_RT = torch.zeros(len(rows), T, dtype=torch.long)
-    for at_T, session, row in zip(at_RT, sessions, rows, strict=True):
-        if row.ids:
-            at_T[: len(row.ids)] = torch.tensor(session.images_at())
-    return with_files(at_RT, [session.pictures for session in sessions])
-
-
-def _samples(sessions: Sequence[Session], rows: Sequence[Row], T: int, pad_id: int) -> tuple[Samples, Tensor]:
-    """Return the tokens of sessions, and the version that sampled each token [R, T]."""
-    ids, follows = torch.full((len(rows), T), pad_id), plain(len(rows), T)
-    log_probs, sampled = torch.zeros(len(rows), T), torch.zeros(len(rows), T, dtype=torch.bool)
-    versions = torch.full((len(rows), T), -1, dtype=torch.int32)
-    for number, (session, row) in enumerate(zip(sessions, rows, strict=True)):
-        if count := len(row.ids):
-            ids[number, :count], follows[number, :count] = torch.tensor(row.ids), torch.tensor(row.follows)
-            sampled[number, :count] = torch.tensor(row.sampled)
-            nodes, own = session.ordered, sampled[number]
-            log_probs[number, own] = torch.tensor([one for node in nodes for one in node.log_probs])
-            versions[number, own] = torch.tensor([one for node in nodes for one in node.versions]).int()
-    lengths = torch.tensor([len(row.ids) for row in rows])
-    truncated = torch.tensor([one.ended_by == "length" for one in sessions])
-    return Samples(ids, log_probs, lengths, truncated, sampled, follows), versions
-
-
-def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> dict[str, Tensor]:
-    """Return numbers of each session as columns."""
-    nodes = [[] if one.ended_by == "error" else one.ordered for one in sessions]
-    answers = [[node.answer for node in own if node.answer] for own in nodes]
-    counts = {
-        "n_turns": [len(own) for own in nodes],
-        "n_calls": [sum(len(one.calls) for one in own) for own in answers],
-        "n_malformed": [sum(bool(one.malformed) for one in own) for own in answers],
-        "n_errors": [int(one.ended_by == "error") for one in sessions],
-        "n_other_stop": [0] * len(sessions),
-        "n_branches": [_branches(row) for row in rows],
-        "n_overlapping": [int(one.is_overlapping) for one in sessions],
-        "n_replayed": [one.n_replayed for one in sessions],
-        "n_abandoned": [one.n_abandoned for one in sessions],
-    }
-    found = {name: torch.tensor(values, dtype=torch.int16) for name, values in counts.items()}
-    found["ended_by"] = torch.tensor([ENDED_BY.index(one.ended_by) for one in sessions], dtype=torch.int8)
-    last = [own[-1] if own else None for own in nodes]
-    cut = [bool(node) and node.is_cut and node.request.max_tokens == len(node.ids) for node in last]
-    return {**found, "turn_cut": torch.tensor(cut), "agent_waiting": torch.full((len(sessions),), share)}
-
-
-def _scores(play: _Play, row: Row, T: int) -> Tensor:
-    """Return the score that a program returned, on the last sampled token [T]; NaN without."""
-    if "score" not in play.outcome or play.session.ended_by == "error":
-        return torch.full((T,), math.nan)
-    scores = torch.zeros(T)
-    last = max((place for place, own in enumerate(row.sampled) if own), default=0)
-    scores[last] = play.outcome["score"]
-    return scores
-
-
-def _branches(row: Row) -> int:
-    """Return the number of sequences of a row: its tokens that no other one follows."""
-    followed = {before for before in row.follows if before >= 0}
-    return sum(place not in followed for place in range(len(row.ids)))
-
-
-def _conversation(form: ChatFormat, play: _Play) -> str:
-    """Return the turns of a session, and what its program returned, as JSON."""
-    session, outcome = play.session, play.outcome
-    if session.ended_by == "error":
-        return json.dumps({"turns": [], "error": session.error}, ensure_ascii=False)
-    turns, messages = [], []
-    ordered = session.ordered
-    for node in ordered:
-        assert node.answer is not None
-        calls = [{"name": call.name, "arguments": call.arguments} for call in node.answer.calls]
-        after = next((other for other in ordered if other.parent is node), None)
-        answers = after.request.messages[len(node.history) :] if after else []
-        turns.append({"text": form.plain(node.ids), "calls": calls, "answers": answers})
-        messages = [*node.request.messages, node.message()]
-    found: dict[str, Any] = {"turns": turns, "messages": messages}
-    if (text := outcome.get("response")) is not None:
-        found["response"] = text
-    if "score" in outcome:
-        found["parts"] = outcome["parts"]
-    return json.dumps(found, ensure_ascii=False)
