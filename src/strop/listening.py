@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from strop.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
+"""Clients that wait to be accepted: hundreds of agent programs may begin at once."""
 
 
 class Address:
@@ -92,7 +94,7 @@ class Address:
 def _listening(host: str, port: int) -> socket.socket:
     is_v6 = ":" in host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_v6)
+    return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6)
 
 
 def is_token(given: str, token: str) -> bool:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from strop.agents.chat import ChatAnswer, Refusal
 from strop.errors import traceback_of
-from strop.listening import Address, bearer
+from strop.listening import BACKLOG, Address, bearer
 
 _LARGEST_BODY = 16 << 20
 _BODY_S = 60.0
@@ -76,7 +76,7 @@ class Server:
         # a handler is cancelled when its client is gone
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        await web.SockSite(runner, self._address.socket).start()
+        await web.SockSite(runner, self._address.socket, backlog=BACKLOG).start()
         return runner
 
     def close(self, *, wait: bool = True) -> None:
