@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from strop.cli.options import add_choice_of_iteration, log_to_console, naming_function, naming_options
+from strop.cli.options import add_model, log_to_console, naming_function, naming_options
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
 from strop.config.schema import Config
@@ -15,12 +15,7 @@ from strop.trainer.evaluation import evaluate, settings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop eval`` to ``parser``."""
     add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face folder or name, a .gguf file, a run folder or checkpoint",
-    )
-    add_choice_of_iteration(parser)
+    add_model(parser)
     add(
         "--data",
         action="append",

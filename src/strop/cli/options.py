@@ -48,6 +48,13 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     logging.getLogger("strop").setLevel(logging.INFO)
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the model of a command that generates."""
+    of_what = "a Hugging Face folder or name, a .gguf file, a run folder or checkpoint"
+    parser.add_argument("model", metavar="MODEL", help=of_what)
+    add_choice_of_iteration(parser)
+
+
 def add_choice_of_iteration(parser: argparse.ArgumentParser) -> None:
     """Add ``--step`` and ``--best``, for commands that take a run folder."""
     which = parser.add_mutually_exclusive_group()

@@ -9,7 +9,7 @@ import secrets
 
 from strop.cli.options import (
     add_address,
-    add_choice_of_iteration,
+    add_model,
     log_to_console,
     naming_options,
     print_address,
@@ -31,12 +31,7 @@ _NAMES = {"actor_rollout_ref.model.path": "MODEL", "actor_rollout_ref.rollout.na
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop serve``."""
     add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face folder or name, a .gguf file, a run folder or checkpoint",
-    )
-    add_choice_of_iteration(parser)
+    add_model(parser)
     add_address(parser, 8000, "use the model")
     engines = ("auto", *(name for name in ROLLOUTS if name != "http"))
     add("--rollout", choices=engines, default="auto", help="engine that generates (auto)")
