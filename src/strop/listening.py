@@ -25,7 +25,7 @@ class Address:
     def __init__(self, host: str, port: int | None, token: str | None = None, *, usual: int = 0) -> None:
         """Listen; ``port`` 0 is a free one, and None is ``usual``, or a free one where that is taken.
 
-        ``token``: of requests that are answered; None: see ``status_of``. Raises ``ConfigError`` if the
+        ``token``: of requests that are answered; None: see ``refusal``. Raises ``ConfigError`` if the
         system refuses the address.
         """
         try:
