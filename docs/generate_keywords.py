@@ -14,25 +14,17 @@ from strop.config.trees import TREES
 KEYWORDS = Path(__file__).parents[1] / "src/strop/keywords.py"
 ARGUMENTS = {
     "train": {
-        "Train": ("model", "data", "reward", "algorithm", "environment", "agent"),
         "Evaluate": (
-            "model",
-            "data",
-            "reward",
-            "algorithm",
-            "environment",
-            "agent",
-            "lr",
-            "steps",
-            "n",
-            "out",
+            *("model", "data", "reward", "algorithm", "environment", "agent"),
+            *("lr", "steps", "n", "out"),
         ),
+        "Train": ("model", "data", "reward", "algorithm", "environment", "agent"),
     },
     "sft": {"Sft": ("model", "data")},
     "train-rm": {"TrainRm": ("model", "data")},
     "dpo": {"Dpo": ("model", "data")},
 }
-"""Names that are arguments of the functions, by their command."""
+"""Names that are arguments of the functions, by their command; the next one has the keys of the last."""
 OBJECTS = {
     "train_files": "Rows",
     "val_files": "Rows",
@@ -99,9 +91,11 @@ def keywords() -> str:
                 section = section.model_fields[word].annotation
             key = next(field for field in _below(section, "", {}) if field.name == last)
             fields.append(Field(short, key.kind, f"Short for {path}.\n\n    {key.doc}"))
+        base, known = "TypedDict", list[Field]()
         for function, arguments in ARGUMENTS[command].items():
-            own = [field for field in fields if field.name not in arguments]
-            _class(f"{function}Keys", f"Further keys of ``strop {command}``.", own, classes)
+            own = [field for field in fields if field.name not in (*arguments, *(one.name for one in known))]
+            base = _class(f"{function}Keys", f"Further keys of ``strop {command}``.", own, classes, base=base)
+            known += own
     bodies = (f"class {name}{body}" for body, name in classes.items())
     return _formatted("\n\n".join([HEAD, *bodies]))
 
@@ -124,13 +118,18 @@ def _below(section: type[Section], name: str, classes: dict[str, str]) -> list[F
 
 
 def _class(
-    name: str, doc: str, fields: list[Field], classes: dict[str, str], section: type[Section] = Section
+    name: str,
+    doc: str,
+    fields: list[Field],
+    classes: dict[str, str],
+    section: type[Section] = Section,
+    base: str = "TypedDict",
 ) -> str:
     """Add a class unless an equal one is there; return the name of the one that is.
 
     Its base is that of the ``section`` whose fields it all has, with the same types and documentation.
     """
-    base, inherited = "TypedDict", list[Field]()
+    inherited = list[Field]()
     for parent in section.__mro__[1:]:
         if issubclass(parent, Section) and parent is not Section and len(parent.__subclasses__()) > 1:
             shared = _below(parent, name, dict(classes))

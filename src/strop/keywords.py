@@ -883,7 +883,7 @@ class TrainAlgorithm(TypedDict, total=False):
     """Dynamic sampling (DAPO): train on prompts whose answers differ, and generate until there are enough."""
 
 
-class TrainKeys(TypedDict, total=False):
+class EvaluateKeys(TypedDict, total=False):
     """Further keys of ``strop train``."""
 
     trainer: TrainTrainer
@@ -898,6 +898,11 @@ class TrainKeys(TypedDict, total=False):
     """Your own reward function: compute_score(response, ground_truth, ...); see strop docs rewards."""
     teacher: TrainTeacher
     """A teacher, alone or beside a reward."""
+
+
+class TrainKeys(EvaluateKeys, total=False):
+    """Further keys of ``strop train``."""
+
     lr: float
     """Short for actor_rollout_ref.actor.optim.lr.
 
@@ -914,23 +919,6 @@ class TrainKeys(TypedDict, total=False):
     """Short for trainer.default_local_dir.
 
     Run folder: checkpoints, metrics, samples, resolved config."""
-
-
-class EvaluateKeys(TypedDict, total=False):
-    """Further keys of ``strop train``."""
-
-    trainer: TrainTrainer
-    """The run, and the placement of its roles."""
-    actor_rollout_ref: TrainActorRolloutRef
-    """The policy: its model, its update (actor), its generation (rollout), and the reference model (ref)."""
-    critic: TrainCritic
-    """The value model and its update."""
-    reward_model: TrainRewardModel
-    """The reward model (only with enable), and the reward manager (always)."""
-    custom_reward_function: TrainCustomRewardFunction
-    """Your own reward function: compute_score(response, ground_truth, ...); see strop docs rewards."""
-    teacher: TrainTeacher
-    """A teacher, alone or beside a reward."""
 
 
 class AnsweredDataKeys(RowsKeys, total=False):
