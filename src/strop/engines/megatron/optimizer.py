@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,13 +66,17 @@ class Optimizer:
 
     def _create_moments(self) -> None:
         """Create the (zero) moments, so that a checkpoint before the first step has them."""
+        for optimizer, _, parameter in self._own():
+            state = optimizer.state[parameter]
+            state |= {name: torch.zeros_like(parameter) for name in MOMENTS}
+            if isinstance(optimizer, torch.optim.AdamW):
+                state["step"] = torch.zeros((), dtype=torch.float32)
+
+    def _own(self) -> Iterator[tuple[Any, dict[str, Any], Tensor]]:
+        """Yield this rank's parameters, each with its optimizer and group."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = part.optimizer.state[parameter]
-                    state |= {name: torch.zeros_like(parameter) for name in MOMENTS}
-                    if isinstance(part.optimizer, torch.optim.AdamW):
-                        state["step"] = torch.zeros((), dtype=torch.float32)
+                yield from ((part.optimizer, group, parameter) for parameter in group["params"])
 
     @property
     def _parts(self) -> list[Any]:
@@ -125,23 +129,19 @@ class Optimizer:
     @property
     def steps(self) -> float:
         """Steps taken; the same for every parameter."""
-        for part in self._parts:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = part.optimizer.state[parameter]
-                    # torch's AdamW counts by parameter, megatron-core's fused Adam on a GPU by group
-                    return float(state["step"] if "step" in state else group.get("step", 0))
+        for optimizer, group, parameter in self._own():
+            state = optimizer.state[parameter]
+            # torch's AdamW counts by parameter, megatron-core's fused Adam on a GPU by group
+            return float(state["step"] if "step" in state else group.get("step", 0))
         return 0.0
 
     @steps.setter
     def steps(self, number: float) -> None:
-        for part in self._parts:
-            for group in part.optimizer.param_groups:
-                if not isinstance(part.optimizer, torch.optim.AdamW):
-                    group["step"] = int(number)
-                    continue
-                for parameter in group["params"]:
-                    part.optimizer.state[parameter]["step"].fill_(number)
+        for optimizer, group, parameter in self._own():
+            if isinstance(optimizer, torch.optim.AdamW):
+                optimizer.state[parameter]["step"].fill_(number)
+            else:
+                group["step"] = int(number)
 
     def reload_parameters(self) -> None:
         """Copy the model's parameters to the optimizer's, after they were loaded."""
@@ -155,9 +155,8 @@ class Optimizer:
         """Return the optimizer, its own parameter, and the part of ``parameter`` that this is; or None."""
         for part in self._parts:
             if not self._is_sharded:
-                if any(
-                    parameter is other for group in part.optimizer.param_groups for other in group["params"]
-                ):
+                groups = part.optimizer.param_groups
+                if any(parameter is other for group in groups for other in group["params"]):
                     return part, parameter, slice(None)
             elif parameter in part.model_param_gbuf_map:
                 span = part._get_model_param_range_map(parameter)["param"]
