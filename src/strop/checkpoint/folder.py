@@ -113,7 +113,7 @@ def auto_class(folder: Path) -> str:
 
 
 def defined_by_strop(folder: Path) -> bool:
-    """Return True if transformers has no class for the scorer in a folder; see docs/models.md."""
+    """Return True if transformers has no class for the scorer in a folder; see ``strop docs models``."""
     if not (found := _architecture(folder)).endswith("ForSequenceClassification"):
         return False
     import transformers  # takes a second
