@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from strop.config.schema.base import FILES, Section
-from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES
 
 KEYWORDS = Path(__file__).parents[1] / "src/strop/keywords.py"
@@ -84,23 +83,19 @@ def keywords() -> str:
     classes: dict[str, str] = {}
     for command, tree in TREES.items():
         name = "".join(word.capitalize() for word in command.split("-"))
-        fields, shorts = _below(tree.schema, name, classes), list[Field]()
+        fields = [*_below(tree.schema, name, classes)]
         for short, path in tree.short.items():
             *sections, last = path.split(".")
             section: Any = tree.schema
             for word in sections:
                 section = section.model_fields[word].annotation
             key = next(field for field in _below(section, "", {}) if field.name == last)
-            shorts.append(Field(short, key.kind, f"Short for {path}.\n\n    {key.doc}"))
+            fields.append(Field(short, key.kind, f"Short for {path}.\n\n    {key.doc}"))
         base, known = "TypedDict", list[Field]()
         for function, arguments in ARGUMENTS[command].items():
-            if issubclass(tree.schema, SupervisedConfig):  # their short keys are the same
-                known = [field for field in shorts if field.name not in arguments]
-                base = _class("ShortKeys", "Short names of keys.", known, classes)
-            left_out = {*arguments, *(field.name for field in known)}
-            own = [field for field in [*fields, *shorts] if field.name not in left_out]
+            own = [field for field in fields if field.name not in (*arguments, *(one.name for one in known))]
             base = _class(f"{function}Keys", f"Further keys of ``strop {command}``.", own, classes, base=base)
-            known = [*known, *own]
+            known += own
     bodies = (f"class {name}{body}" for body, name in classes.items())
     return _formatted("\n\n".join([HEAD, *bodies]))
 

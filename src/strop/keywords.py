@@ -983,9 +983,15 @@ class SftTeacher(TypedDict, total=False):
     """Weight of the teacher's part."""
 
 
-class ShortKeys(TypedDict, total=False):
-    """Short names of keys."""
+class SftKeys(TypedDict, total=False):
+    """Further keys of ``strop sft``."""
 
+    trainer: RunKeys
+    """The run."""
+    update: SftUpdate
+    """The update: one optimizer step per iteration."""
+    teacher: SftTeacher
+    """A teacher of given answers."""
     lr: float
     """Short for update.optim.lr.
 
@@ -998,17 +1004,6 @@ class ShortKeys(TypedDict, total=False):
     """Short for trainer.default_local_dir.
 
     Run folder: checkpoints, metrics, samples, resolved config."""
-
-
-class SftKeys(ShortKeys, total=False):
-    """Further keys of ``strop sft``."""
-
-    trainer: RunKeys
-    """The run."""
-    update: SftUpdate
-    """The update: one optimizer step per iteration."""
-    teacher: SftTeacher
-    """A teacher of given answers."""
 
 
 class TrainRmData(AnsweredDataKeys, total=False):
@@ -1034,13 +1029,25 @@ class TrainRmUpdate(UpdateKeys, total=False):
     """Weight of the mean of (chosen + rejected score)^2, which keeps scores near 0; 0: off."""
 
 
-class TrainRmKeys(ShortKeys, total=False):
+class TrainRmKeys(TypedDict, total=False):
     """Further keys of ``strop train-rm``."""
 
     trainer: TrainRmTrainer
     """The run."""
     update: TrainRmUpdate
     """The update: one optimizer step per iteration."""
+    lr: float
+    """Short for update.optim.lr.
+
+    Learning rate after the warm-up."""
+    steps: int | None
+    """Short for trainer.total_training_steps.
+
+    Iterations of the run; null: as many as total_epochs gives."""
+    out: str | Path
+    """Short for trainer.default_local_dir.
+
+    Run folder: checkpoints, metrics, samples, resolved config."""
 
 
 class DpoUpdate(UpdateKeys, total=False):
@@ -1060,10 +1067,22 @@ class DpoUpdate(UpdateKeys, total=False):
     """Weight in the loss of the chosen answers' negative log-likelihood, a mean over tokens (RPO); 0: off."""
 
 
-class DpoKeys(ShortKeys, total=False):
+class DpoKeys(TypedDict, total=False):
     """Further keys of ``strop dpo``."""
 
     trainer: TrainRmTrainer
     """The run."""
     update: DpoUpdate
     """The update: one optimizer step per iteration."""
+    lr: float
+    """Short for update.optim.lr.
+
+    Learning rate after the warm-up."""
+    steps: int | None
+    """Short for trainer.total_training_steps.
+
+    Iterations of the run; null: as many as total_epochs gives."""
+    out: str | Path
+    """Short for trainer.default_local_dir.
+
+    Run folder: checkpoints, metrics, samples, resolved config."""
