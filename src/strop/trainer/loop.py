@@ -46,6 +46,9 @@ from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
 
+_OF_PROMPTS = ("prompt_key", "answer_key", "chat_template", "system_prompt", "apply_chat_template")
+"""Keys below ``data`` that make a prompt of a row, which a model's folder does not have."""
+
 OnStep = Callable[[int, dict[str, float]], Any]
 """Is called after each iteration with its number and its metrics; ``False`` stops the run."""
 
@@ -318,7 +321,7 @@ class Run(ABC):
         auto = auto_class(model)
         logger.info("view:  strop view %s --web", run)
         if not auto.endswith("SequenceClassification"):
-            logger.info("eval:  strop eval %s --data FILE%s", run, self._environment_keys())
+            logger.info("eval:  strop eval %s --data FILE%s", run, self._evaluation_keys())
         else:
             sees = " reward_model.model.input_tokenizer=null" if self.trainer.max_pictures else ""
             path = shlex.quote(str(model))
@@ -328,17 +331,18 @@ class Run(ABC):
             logger.info("load:  strop.models.heads.scorer_config(%s), which adds the class; then:", config)
         logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
 
-    def _environment_keys(self) -> str:
-        """Return the keys of the run's environment or agent, without which an evaluation would have none."""
+    def _evaluation_keys(self) -> str:
+        """Return the keys of the run without which an evaluation has other prompts, or no environment."""
         config = self.trainer.config
-        if not isinstance(config, Config) or not (uses_environment(config) or uses_agent(config)):
-            return ""
-        keys = [f"environment.{name}" for name in type(config.environment).model_fields]
-        keys += [f"agent.{name}" for name in type(config.agent).model_fields]
-        values = {key: value_at(config, key) for key in keys if is_written(config, key)}
-        if path := values.get("environment.path"):  # as an override names one or several
-            several = ", ".join(f"{name}: {given!r}" for name, given in path.items())
-            values["environment.path"] = path.get("", f"{{{several}}}")
+        shown = [f"data.{name}" for name in _OF_PROMPTS if f"data.{name}" in (config.written or ())]
+        values = {key: _quoted(value_at(config, key)) for key in shown}
+        if isinstance(config, Config) and (uses_environment(config) or uses_agent(config)):
+            keys = [f"environment.{name}" for name in type(config.environment).model_fields]
+            keys += [f"agent.{name}" for name in type(config.agent).model_fields]
+            values |= {key: value_at(config, key) for key in keys if is_written(config, key)}
+            if path := values.get("environment.path"):  # as an override names one or several
+                several = ", ".join(f"{name}: {given!r}" for name, given in path.items())
+                values["environment.path"] = path.get("", f"{{{several}}}")
         found = "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
         return re.sub(r"function:(\w+)-\w+", r"FILE.py:\1", found)
 
@@ -404,3 +408,9 @@ def token_lengths(loaders: Mapping[str, Any]) -> list[ColumnLengths]:
                 ends = None if own is None else (int(own.min()), int(own.max()))
                 columns.append(ColumnLengths(split, column, counts, found.limit, found.key, dropped, ends))
     return columns
+
+
+def _quoted(value: Any) -> Any:
+    """Return a text as a value of an override may be written: in quotes if it has signs of its grammar."""
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:@ -]+", value)
+    return value if is_plain else '"' + value.replace('"', r"\"") + '"'
