@@ -14,6 +14,16 @@ import re
 import sys
 from pathlib import Path
 
+TOOL = {
+    "name": "calculate",
+    "description": "Calculate with numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "Numbers with + - * / and brackets."}},
+        "required": ["expression"],
+    },
+}
+"""The tool as chat templates and OpenAI's API have it."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -71,7 +81,7 @@ def call(expression: str) -> str:
 
 def warm_up(n: int, seed: int) -> list[dict[str, object]]:
     """Return the turns of n conversations about sums and differences, a row for each turn."""
-    draw, rows = random.Random(seed), []
+    draw, rows, tools = random.Random(seed), [], [{"type": "function", "function": TOOL}]
     for _ in range(n):
         one, other = sorted((draw.randint(10, 99), draw.randint(10, 99)), reverse=True)
         word, sign = draw.choice((("plus", "+"), ("minus", "-")))
@@ -79,8 +89,8 @@ def warm_up(n: int, seed: int) -> list[dict[str, object]]:
         question = {"role": "user", "content": f"What is {one} {word} {other}?"}
         said, result = call(expression), calculate(expression)
         turns = [{"role": "assistant", "content": said}, {"role": "tool", "content": result}]
-        rows.append({"prompt": [question], "response": said})
-        rows.append({"prompt": [question, *turns], "response": f"The answer is {result}."})
+        rows.append({"prompt": [question], "tools": tools, "response": said})
+        rows.append({"prompt": [question, *turns], "tools": tools, "response": f"The answer is {result}."})
     return rows
 
 
