@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import strop
 from strop import errors
-from strop.cli.main import main
+from strop.cli.main import _COMMANDS, _parser, main
 from strop.config.keys import all_keys
-from strop.config.trees import PPO, REWARD_MODELLING, SFT
+from strop.config.trees import PPO, TREES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -50,18 +50,54 @@ def test_quoted_messages_are_those_of_the_code():
     assert [part for part in parts if part not in texts] == []
 
 
-@pytest.mark.parametrize(
-    "page", ["tutorial", "recipes", "gpu_settings", "scaling", "troubleshooting", "from_trl", "from_openrlhf"]
-)
-def test_keys_of_a_page_exist(page):
-    known = {path for tree in (PPO, SFT, REWARD_MODELLING) for path in all_keys(tree.schema)}
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of a page and the text of a block, of all pages."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]:
+        found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        yield from ((page.name, text) for language, text in found if language in languages)
+
+
+def test_python_of_pages_parses():
+    for page, text in blocks("python"):
+        ast.parse(text, page)
+
+
+def test_commands_of_pages_have_these_options():
+    """Options of the parsers alone: ``test_keys_of_pages_exist`` has the keys."""
+    seen = set()
+    for page, text in blocks("bash", ""):
+        for line in re.sub(r"\\?\n +", " ", text).splitlines():
+            if not (found := re.match(r"\s*(?:ray job submit.* -- +)?strop ([a-z-]+)(?= )(.*)", line)):
+                continue
+            name, rest = found[1], found[2].replace("<the arguments of the run>", "...")
+            words = [word for word in shlex.split(rest, comments=True) if word not in ("...", ";")]
+            arguments, unknown = _parser(name).parse_known_intermixed_args(words or ["MODEL"])
+            assert not unknown or "unknown" in arguments, f"{page}: strop {name}: {unknown}"
+            assert [word for word in unknown if word.startswith("-")] == [], f"{page}: {line}"
+            seen.add(name)
+    assert seen >= set(_COMMANDS) - {"docs"}
+
+
+def test_keys_of_pages_exist():
+    known = {path for tree in TREES.values() for path in all_keys(tree.schema)}
+    parts = {path.rsplit(".", n)[0] for path in known for n in range(path.count("."))}  # keys and sections
     roots = "|".join({path.partition(".")[0] for path in known})
-    text = re.sub(r"^```python.*?^```", "", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    named = re.findall(rf"(?<![\w./-])((?:{roots})\.[a-z_.]*[a-z_])(?=[=`, ])", text)
     columns = {"reward_model.ground_truth", "reward_model.style"}
-    of_the_model = (".override_config.", ".override_transformer_config.")
-    named = [key for key in named if not any(section in key for section in of_the_model)]
-    assert [key for key in named if key not in known | columns] == []
+    no_keys = (
+        ".override_config.",
+        ".override_transformer_config.",
+        "trainer.pt",
+        "scorer_kwargs",
+        "trainer.groups",
+    )
+    pages = [ROOT / "README.md", *(page for page in DOCS.glob("*.md") if page.stem != "from_verl")]
+    unknown = {}
+    for page in pages:
+        text = re.sub(r"^```python.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        named = re.findall(rf"(?<![\w./*-])((?:{roots})\.[a-z_.]*[a-z_])(?=[=`, ])", text)
+        named = {key for key in named if not any(text in key for text in no_keys)} - parts - columns
+        unknown[page.stem] = named - {f"{page.stem}.md", "agent.mjs", "agent.sh", "agent.py"}
+    assert {page: keys for page, keys in unknown.items() if keys} == {}
 
 
 def test_sources_name_pages_by_the_command_that_shows_them():

@@ -870,7 +870,7 @@ class TrainAlgorithm(TypedDict, total=False):
     lam: float
     """GAE's trade-off between bias and variance."""
     adv_estimator: str | Callable[..., Any]
-    """gae, grpo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, or an import path."""
+    """gae, grpo, rloo, remax, turn_level, reinforce_plus_plus, reinforce_plus_plus_baseline, or yours."""
     whiten_advantages: bool
     """Scale GAE's advantages to mean 0 and variance 1 over the batch."""
     norm_adv_by_std_in_grpo: bool

@@ -101,7 +101,7 @@ class AlgorithmConfig(Section, resumes=MAY_CHANGE):
     lam: Annotated[Fraction, _argument("lam", neutral=1.0)]
     """GAE's trade-off between bias and variance."""
     adv_estimator: str
-    """gae, grpo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, or an import path."""
+    """gae, grpo, rloo, remax, turn_level, reinforce_plus_plus, reinforce_plus_plus_baseline, or yours."""
     whiten_advantages: Annotated[bool, _argument("whiten", neutral=False)]
     """Scale GAE's advantages to mean 0 and variance 1 over the batch."""
     norm_adv_by_std_in_grpo: Annotated[bool, _argument("norm_by_std", neutral=False)]
