@@ -105,3 +105,26 @@ def is_token(given: str, token: str) -> bool:
 def bearer(authorization: str) -> str:
     """Return the token of an ``Authorization`` header; empty if it has none."""
     return authorization.removeprefix("Bearer ") if authorization.startswith("Bearer ") else ""
+
+
+def is_loopback(url: str) -> bool:
+    """Return True for an address of this machine that others cannot reach."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # the name of a host
+        return False
+
+
+def fault_of_url(url: str, token_key: str) -> str | None:
+    """Return what is wrong with the URL of a server; ``token_key`` names the variable with its token."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets that are no address, or a port beyond 65535
+        is_url = False
+    if not is_url:
+        return f"{url!r} is no URL; expected http://HOST:PORT"
+    if "@" in parts.netloc:
+        return f"{parts.hostname} has a login, which config.yaml would show; name a token in {token_key}"
+    return None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from strop.config.backends import Forecast, RolloutKind
 from strop.config.checks.finding import Finding, error, warning
@@ -16,6 +14,7 @@ from strop.config.memory.shapes import weights
 from strop.config.placement import Placement, is_written, uses_gpu
 from strop.config.schema.environment import uses_environment
 from strop.errors import ConfigError
+from strop.listening import fault_of_url, is_loopback
 from strop.rollout.http.keys import NAMES
 from strop.rollout.vllm.kind import KIND as VLLM
 
@@ -162,15 +161,8 @@ def read_urls(http: Any) -> list[str]:
 
 
 def _why_wrong(url: str, http: Any) -> str | None:
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets that are no address, or a port beyond 65535
-        is_url = False
-    if not is_url:
-        return f"{url!r} is no URL; expected http://HOST:PORT"
-    if "@" in parts.netloc:
-        return f"{parts.hostname} has a login, which config.yaml would show; name a token in http.token_env"
+    if fault := fault_of_url(url, "http.token_env"):
+        return fault
     if not is_loopback(url) and not http.token_env and not http.open_network:
         return (
             f"{url} is another machine, and its servers take any weights from whoever reaches them; name the "
@@ -188,15 +180,6 @@ def proxy_of(settings: Any) -> str | None:
     """Return ``http.proxy``, or the environment variable that it names instead."""
     given = settings.proxy
     return given if given is None or "://" in given else os.environ.get(given)
-
-
-def is_loopback(url: str) -> bool:
-    """Return True for an address of this machine that others cannot reach."""
-    try:
-        host = urlsplit(url).hostname or ""
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # the name of a host
-        return False
 
 
 def transfer_folder(config: Any) -> Path | None:

@@ -1,0 +1,93 @@
+"""Requests to servers of a rollout, a teacher or a judge: a lost one may be made again, a refused one not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import httpx2
+
+_LARGEST = 64 << 20
+
+
+class Lost(Exception):
+    """No usable answer: no connection, none within the deadline, a failure of the server, or an abort."""
+
+    def __init__(
+        self,
+        why: str,
+        *,
+        by_deadline: bool = False,
+        is_stale: bool = False,
+        is_error: bool = False,
+        tokens: int = 0,
+    ) -> None:
+        """``is_stale``: the server has been started again, without the run's weights.
+
+        ``is_error``: the server itself says that it failed.
+        """
+        super().__init__(why)
+        self.by_deadline, self.is_stale, self.is_error, self.tokens = by_deadline, is_stale, is_error, tokens
+
+
+class Refused(Exception):
+    """The request is wrong, or forbidden: another attempt would be, too."""
+
+
+class Connection:
+    """Requests to a server, as many at once as are made, each on a connection for it alone.
+
+    Connections that are kept would save less than a millisecond, and the server may close one as it is used.
+    """
+
+    def __init__(self, url: str, token: str | None, proxy: str | None = None) -> None:
+        """``url``: http or https, or ``unix:`` and the path of a socket."""
+        self.url, self.has_token = url, token is not None
+        socket = url.removeprefix("unix:") if url.startswith("unix:") else None
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx2.AsyncClient(
+            base_url="http://server" if socket else url,
+            # no variable of the environment: a proxy for the internet is none for these servers
+            transport=httpx2.AsyncHTTPTransport(limits=limits, trust_env=False, uds=socket, proxy=proxy),
+            trust_env=False,
+            timeout=None,  # the deadline below is the only clock
+            headers={"authorization": f"Bearer {token}"} if token else None,
+        )
+
+    async def call(
+        self,
+        path: str,
+        deadline_s: float,
+        body: Any = None,
+        max_bytes: int = _LARGEST,
+        *,
+        with_token: bool = True,
+    ) -> dict[str, Any]:
+        """Return the JSON object of an answer, {} if it is empty; without a ``body`` the method is GET.
+
+        Raises ``Lost``, or ``Refused`` for a status from 300 to 499.
+        """
+        method, raw = "GET" if body is None else "POST", bytearray()
+        headers = None if with_token else {"authorization": ""}
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._client.stream(method, path, json=body, headers=headers) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    raw += part
+                    if len(raw) > max_bytes:
+                        raise Lost(f"{path}: an answer of more than {max_bytes:,} bytes")
+        except TimeoutError:
+            raise Lost(f"{path}: no answer within {deadline_s:.0f} s", by_deadline=True) from None
+        except httpx2.HTTPError as error:
+            raise Lost(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code >= 300:
+            text = f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}"
+            raise Lost(text, is_error=True) if response.status_code >= 500 else Refused(text)
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(raw or b"{}"), dict):
+                return found
+        raise Lost(f"{path}: no JSON object: {bytes(raw[:100])!r}")
