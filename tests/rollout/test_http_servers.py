@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -182,16 +183,18 @@ def test_a_killed_server_changes_no_sample_and_comes_back(servers, expected):
     own = pool.own[0]
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(own._folder.name.encode())}
     (api,) = (pid for pid, line in lines.items() if b"api_server" in line and b"http.start" not in line)
-    killed = []
 
-    def kill(*_):
-        if not killed:
-            killed.append(api)
-            os.kill(api, signal.SIGKILL)
+    def kill_amid_requests():
+        while not any(server.url == own.url and server.running for server in pool.live):
+            time.sleep(0.001)
+        os.kill(api, signal.SIGKILL)
 
     counts(servers)
     params = PARAMS["sampled"]
-    found = servers.generate(prompts(params.n), params, kill)
+    killer = threading.Thread(target=kill_amid_requests)
+    killer.start()
+    found = servers.generate(prompts(params.n), params)
+    killer.join()
     require_equal(found, expected[0]["sampled"])
     assert found.meta_info["rollout_metrics"]["rollout/lost_requests"] > 0
     deadline = time.monotonic() + 400
