@@ -668,6 +668,21 @@ class TrainRewardModelModel(TypedDict, total=False):
     """Sharding of the reward model."""
 
 
+class TrainRewardModelJudge(TypedDict, total=False):
+    """A language model on a server that rates responses: the part `judge` of the score."""
+
+    url: str | None
+    """Server with OpenAI's chat completions, as http://127.0.0.1:8000; null: no judge."""
+    token_env: str | None
+    """Environment variable with the server's key; needed beyond this machine."""
+    model: str | None
+    """Name of the model there; null: the first one that the server names."""
+    rubric: str | Path | None
+    """Text, or a file, with {prompt}, {response} and {ground_truth}; null: the one of strop docs rewards."""
+    scale: Sequence[float]
+    """Lowest and highest number that it may give, mapped to 0 and 1; the last number of its answer counts."""
+
+
 class TrainRewardModel(TypedDict, total=False):
     """The reward model (only with enable), and the reward manager (always)."""
 
@@ -687,6 +702,8 @@ class TrainRewardModel(TypedDict, total=False):
     """Neighbouring ranks that share each sequence; needs use_remove_padding of actor_rollout_ref.model."""
     max_length: int | None
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
+    judge: TrainRewardModelJudge
+    """A language model on a server that rates responses: the part `judge` of the score."""
     sees: bool
     """Score samples with their pictures; False: with the words [picture] in their places."""
     reward_manager: str | Callable[..., Any]

@@ -39,6 +39,7 @@ TURNS = {
 REWARDS = {
     *("custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"),
     "reward_model.sees",
+    *(f"reward_model.judge.{name}" for name in ("model", "rubric", "scale")),
     *("reward_model.model.input_tokenizer", "reward_model.model.path", "reward_model.reward_manager"),
     *("reward_model.reward_kwargs", "reward_model.parts", "reward_model.non_stop_penalty"),
     *("reward_model.penalty_reward_value", "reward_model.min_response_length"),
@@ -51,7 +52,7 @@ FILES = {
     "teacher.model.path",
     *(f"{section}.{name}" for section in (POLICY, CRITIC) for name in ("path", "lora_adapter_path")),
     *("data.tokenizer", "data.train_files", "custom_reward_function.path"),
-    *("reward_model.model.path", "reward_model.model.input_tokenizer"),
+    *("reward_model.model.path", "reward_model.model.input_tokenizer", "reward_model.judge.rubric"),
 }
 
 

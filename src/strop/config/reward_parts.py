@@ -19,6 +19,8 @@ RULE = "rule"
 REWARD_MODEL = "reward_model"
 ENVIRONMENT = "environment"
 """The part that an environment gives (``reward`` of its class)."""
+JUDGE = "judge"
+"""The part that ``reward_model.judge`` gives."""
 NON_STOP_PENALTY = "non_stop_penalty"
 """The change that the penalty makes to the sum of the others; it has no weight."""
 BUILT_IN = (RULE, REWARD_MODEL, ENVIRONMENT)

@@ -75,6 +75,10 @@ def load_reward_manager(
     build = resolve(section.reward_manager, built_in, _KEY)
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
+    if section.judge.url is not None:
+        from strop.rewards.judge import with_judge  # takes the time of an HTTP client's import
+
+        own["parts"] = with_judge(section.parts, section.judge)
     own["compute_score"], own["reward_fn_key"] = custom, config.data.reward_fn_key
     own["prompt_key"], own["by_environment"] = config.data.prompt_key, by_environment
     _require_honoured(build, own, section.reward_manager)

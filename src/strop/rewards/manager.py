@@ -19,6 +19,7 @@ from strop.algorithms.registry import name_of, resolve
 from strop.config.reward_parts import (
     BUILT_IN,
     ENVIRONMENT,
+    JUDGE,
     KEY,
     NON_STOP_PENALTY,
     OTHER_SOURCES,
@@ -513,6 +514,7 @@ class RewardManager(Reward):
                 elif scorer is not None and isinstance(scorer.function, BuiltInScorer):
                     scorer.function.require_ready(self._timeout_s)
             others = [REWARD_MODEL] * has_reward_model
+            others += [JUDGE] * (JUDGE in self._part_scorers)
             others += [ENVIRONMENT] * (self.by_environment and by_environment)
             self.composition.require_scored(
                 source, has_rule=has_rule, others=others, known=self._sources or ()

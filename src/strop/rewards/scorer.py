@@ -196,8 +196,9 @@ def _combined(found: Mapping[str, Outcome | None]) -> Outcome:
     for name, outcome in found.items():
         if name in numbers:
             raise ValueError(f"the reward function returns a part {name!r}, which {KEY}.{name} also computes")
-        if name != RULE and outcome is not None and outcome.score is not None:
-            numbers[name] = outcome.score
+        if name != RULE and outcome is not None:
+            numbers |= {} if outcome.score is None else {name: outcome.score}
+            numbers |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
     return Outcome("scored", None if own is None else own.score, numbers)
 
 

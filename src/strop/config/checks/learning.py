@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.teacher import teachers_of
 from strop.errors import ConfigError, did_you_mean
+from strop.listening import fault_of_url, is_loopback
 from strop.passed import is_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -307,8 +309,27 @@ def reward_parts(config: Config) -> Iterator[Finding]:
     for name, part in parts.items():
         if part.scorer is not None:
             yield from known_name(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
+    yield from _judge(rewards.judge)
     if "reward_model" in rewards.parts and not rewards.enable:
         yield warning("reward_model.parts.reward_model has no effect: reward_model.enable=False")
+
+
+def _judge(judge: Any) -> Iterator[Finding]:
+    """Require an address and a scale of the judge."""
+    key = "reward_model.judge"
+    if judge.url is None:
+        return
+    if fault := fault_of_url(judge.url, f"{key}.token_env"):
+        yield error(f"{key}.url: {fault}")
+    elif not is_loopback(judge.url) and not judge.token_env:
+        yield error(
+            f"{key}.url: {judge.url} is another machine; name the environment variable with its key in "
+            f"{key}.token_env"
+        )
+    if judge.token_env and not os.environ.get(judge.token_env):
+        yield error(f"{key}.token_env={judge.token_env}: this variable is not set")
+    if not judge.scale[0] < judge.scale[1]:
+        yield error(f"{key}.scale={judge.scale}: expected the lowest number and then the highest")
 
 
 def known_name(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:

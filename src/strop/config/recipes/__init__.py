@@ -50,7 +50,7 @@ def _by_estimator(choices: Mapping[str, Any], *, _root_: DictConfig) -> Any:
 def _by_reward(choices: Mapping[str, Any], *, _root_: DictConfig) -> Any:
     """Return the value for a run with a reward of the user's, ``given``, or ``else``."""
     rewards = _root_.reward_model
-    is_given = _root_.custom_reward_function.path or rewards.parts or rewards.enable
+    is_given = _root_.custom_reward_function.path or rewards.parts or rewards.enable or rewards.judge.url
     return choices["given" if is_given else "else"]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from strop.config.schema.base import (
     FILES,
     MAY_CHANGE,
@@ -18,6 +20,7 @@ from strop.config.schema.base import (
     Seconds,
     Section,
     SharedSequences,
+    Text,
     by_rows,
     by_tokens,
     engine_sections,
@@ -54,6 +57,24 @@ class RewardModelModelConfig(Section, resumes=SAME):
     """Run Python code that comes with the model."""
 
 
+_NO_JUDGE = no_effect("with reward_model.judge.url=null", lambda at: at.config.reward_model.judge.url is None)
+
+
+class JudgeConfig(Section, resumes=SAME):
+    """A language model on a server that rates responses: the part `judge` of the score."""
+
+    url: Annotated[Text | None, MAY_CHANGE]
+    """Server with OpenAI's chat completions, as http://127.0.0.1:8000; null: no judge."""
+    token_env: Annotated[Text | None, MAY_CHANGE, _NO_JUDGE]
+    """Environment variable with the server's key; needed beyond this machine."""
+    model: Annotated[Text | None, _NO_JUDGE]
+    """Name of the model there; null: the first one that the server names."""
+    rubric: Annotated[Text | None, FILES, _NO_JUDGE]
+    """Text, or a file, with {prompt}, {response} and {ground_truth}; null: the one of strop docs rewards."""
+    scale: Annotated[list[Number], Field(min_length=2, max_length=2), _NO_JUDGE]
+    """Lowest and highest number that it may give, mapped to 0 and 1; the last number of its answer counts."""
+
+
 @engine_sections("reward_model", _NO_MODEL)
 class RewardModelConfig(Section, resumes=SAME):
     """The reward model (only with enable), and the reward manager (always)."""
@@ -82,6 +103,7 @@ class RewardModelConfig(Section, resumes=SAME):
         ),
     ]
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
+    judge: JudgeConfig
     sees: Annotated[bool, _NO_MODEL]
     """Score samples with their pictures; False: with the words [picture] in their places."""
     reward_manager: str
