@@ -46,9 +46,14 @@ def probabilities(hidden: Tensor, layer: OutputLayer, temperature: float) -> Ten
     return (wide(hidden.double()) / temperature).softmax(-1)
 
 
-@pytest.fixture(params=[64, 1 << 20], ids=["blocks", "one_block"])
+SIZES = {"blocks": (64, 1 << 28), "one block": (1 << 20, 1 << 28), "room for two rows": (64, 4 * V * 2)}
+
+
+@pytest.fixture(params=SIZES.values(), ids=SIZES)
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "_BLOCK_ON_CPU", request.param)
+    """Numbers of a block, and bytes of products that are kept."""
+    monkeypatch.setattr(output_layer, "_BLOCK_ON_CPU", request.param[0])
+    monkeypatch.setattr(output_layer, "_KEPT", request.param[1])
 
 
 @pytest.mark.usefixtures("_sizes")
@@ -74,6 +79,23 @@ def test_values_and_gradients(kind: str, temperature: float) -> None:
     for ours, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
     assert torch.equal(found.agrees_N.bool(), p.argmax(-1) == q.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_logit_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mixture needs both log-sums, so js reads all logits twice; the second time they are there."""
+    monkeypatch.setattr(output_layer, "_BLOCK_ON_CPU", 64)
+    monkeypatch.setattr(output_layer, "_KEPT", 4 * V * 2)
+    product, counted = output_layer._product, [0]
+
+    def count(left: Tensor, right: Tensor, out: Tensor) -> None:
+        counted[0] += left.shape[0] * right.shape[1]
+        product(left, right, out)
+
+    monkeypatch.setattr(output_layer, "_product", count)
+    hidden, layer, teacher_hidden, teacher_layer = case()
+    compare(hidden, layer, teacher_hidden, teacher_layer, kind=kind, js_weight=0.3, temperature=1.0)
+    assert counted[0] == 2 * N * V  # of student and teacher
 
 
 @pytest.mark.usefixtures("_sizes")

@@ -134,7 +134,7 @@ class _Measured(torch.autograd.Function):
         del weight_VH, bias_V  # the blocks have them
         ctx.hidden_dtype, ctx.blocks = hidden_NH.dtype, blocks
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            keep = blocks.words_kept() if any(ctx.needs_input_grad) else 0
+            keep = blocks.room_for(len(blocks.hidden_NH)) if any(ctx.needs_input_grad) else 0
             saved, found, best_N = blocks.measured(keep)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(best_N)
@@ -209,6 +209,14 @@ class _Pair(_Forbidding):
         That is log-sums of student and teacher, and the student's mean of what each of its words adds.
         """
         n_tokens, device = len(self.hidden_NH), self.hidden_NH.device
+        whole = self.words[-1].stop
+        if self.kind == "js" and keep < whole and n_tokens > (n_rows := max(self.room_for(whole), 1)):
+            # the second pass takes the logits of the first, for which there is room a few rows at a time
+            rows = [slice(first, first + n_rows) for first in range(0, n_tokens, n_rows)]
+            saved, *figures = zip(*(self._part(part).measured(whole) for part in rows), strict=True)
+            q_log_N, p_log_N, mean_N = map(torch.cat, zip(*saved, strict=True))
+            found_N, agrees_N = map(torch.cat, figures)
+            return (q_log_N, p_log_N, mean_N), found_N, agrees_N
         student, teacher = (_Sum(n_tokens, device) for _ in range(2))
         for words in self.words:
             q_Nv, p_Nv = self.both(words, keep=keep)
@@ -240,6 +248,14 @@ class _Pair(_Forbidding):
             found_N = self.js_weight * rest_N + (1 - self.js_weight) * mean_N
         agrees_N = student.best_N == teacher.best_N
         return (q_log_N, p_log_N, mean_N), found_N.float(), agrees_N.float()
+
+    def _part(self, rows: slice) -> _Pair:
+        """Return the pair of some rows, with no products kept."""
+        part = _Pair(self.hidden_NH[rows], self.layer, self.temperature, [])
+        teacher = self.teacher
+        part.teacher = _Forbidding(teacher.hidden_NH[rows], teacher.layer, teacher.temperature, [])
+        part.kind, part.js_weight = self.kind, self.js_weight
+        return part
 
     def log_probs(
         self, words: slice, logits: tuple[Tensor, Tensor], q_log_N: Tensor, p_log_N: Tensor

@@ -197,16 +197,16 @@ class Blocks:
             logits_Nv /= self.temperature
         return logits_Nv
 
-    def words_kept(self) -> int:
-        """Return the number of words whose products are kept for the backward pass."""
-        return _KEPT // (max(len(self.hidden_NH), 1) * self.hidden_NH.element_size())
+    def room_for(self, rows: int) -> int:
+        """Return the number of words whose products of ``rows`` tokens may be kept for a later pass."""
+        return _KEPT // (max(rows, 1) * self.hidden_NH.element_size())
 
     def measure(self, ids_N: Tensor, *, keep: bool) -> Sums:
         """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far.
 
         ``keep``: products of up to ``_KEPT`` bytes for the backward pass.
         """
-        n_kept = self.words_kept() if keep else 0
+        n_kept = self.room_for(len(ids_N)) if keep else 0
         highest_N = torch.full(ids_N.shape, LOWEST, device=ids_N.device)
         picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
         for words in self.words:
