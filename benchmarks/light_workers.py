@@ -5,6 +5,8 @@ Shapes: B samples (one per prompt), P prompt tokens, T response tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from strop.config.schema import Config
@@ -29,7 +31,9 @@ class LightPolicy(LightWorker):
     """Stand-in for actor, rollout and reference policy."""
 
     @register(Dispatch.DATA_PARALLEL)
-    def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
+    def generate_sequences(
+        self, prompts: DataProto, finished: Finished | None = None, advanced: Any = None
+    ) -> DataProto:
         """Return the columns of the ``hf`` rollout; each seed sets a response length of T/2 to T tokens."""
         width, columns = self.response_width, prompts.batch
         shortest = width // 2

@@ -33,7 +33,8 @@ def test_the_traffic_of_a_step_is_what_its_columns_hold(ray_session: None, tmp_p
 
     assert on.cost.sent == PROMPTS * (REQUEST + 2 * FLOATS)  # what the driver made: advantages and returns
     assert on.cost.received <= off.cost.received
-    computed_here = 5 * FLOATS + 1  # scores, rewards, kl, advantages, returns, and whether scoring failed
+    # scores, rewards, kl, advantages, returns, versions of the policy, and whether scoring failed
+    computed_here = 5 * FLOATS + 4 * TOKENS + 1
     assert nbytes == PROMPTS * (generated + 4 * FLOATS + computed_here)
 
     options = argparse.Namespace(prompts=PROMPTS, tokens=TOKENS)

@@ -325,8 +325,9 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
 
 def critic_metrics(critic: Mapping[str, float]) -> dict[str, float]:
     """Return the critic's merged update under both families of names."""
+    aliases = {"loss/value_avg": "vf_loss", "val/clipfrac_avg": "vf_clipfrac"}
     named = {f"critic/{name}": value for name, value in critic.items()}
-    return {**named, "loss/value_avg": critic["vf_loss"], "val/clipfrac_avg": critic["vf_clipfrac"]}
+    return {**named, **{alias: critic[name] for alias, name in aliases.items() if name in critic}}
 
 
 def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int) -> dict[str, float]:
