@@ -8,6 +8,7 @@ import pytest
 
 from strop.config.backends import ROLLOUTS
 from strop.config.checks import learning, processes
+from strop.config.checks.check import check
 from strop.config.checks.keys import check_keys
 from strop.config.load import as_config, load_config, to_yaml
 from strop.config.memory.facts import ModelFacts
@@ -243,6 +244,16 @@ def test_small_models_on_a_cpu_are_sampled_without_vllm(monkeypatch, tmp_path, g
     config = load_config(options)
     assert config.actor_rollout_ref.rollout.name == engine
     assert mentions(rollout_in_words(config), engine, "auto")
+
+
+def test_a_gguf_model_is_sampled_without_vllm(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *module: True)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.gguf", "elsewhere/model.gguf"):
+        config = load_config([f"actor_rollout_ref.model.path={path}", "trainer.device=cuda"])
+        assert mentions(rollout_in_words(config), "hf", "GGUF")
+    options = ["actor_rollout_ref.model.path=elsewhere/model.gguf", f"{ROLLOUT}.name=vllm"]
+    assert any("reads no GGUF" in line for line in check(load_config(options)).errors)
 
 
 def test_without_vllm_the_error_names_it(monkeypatch):

@@ -66,6 +66,12 @@ def gguf_files(path: Path) -> list[Path]:
     return [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Return True for a GGUF file, or a folder here with one in place of a configuration."""
+    folder = Path(expand(path))
+    return folder.suffix == ".gguf" or (not (folder / "config.json").is_file() and bool(gguf_files(folder)))
+
+
 def reason_no_model(key: str, path: str | Path) -> str | None:
     """Return why ``path`` on this machine, the value of ``key``, is not a model; None if it is one."""
     folder, expected = Path(expand(path)), "expected config.json or exactly one .gguf file"

@@ -10,6 +10,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.machine import memory_for
 from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
+from strop.config.paths import is_gguf
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
 from strop.config.roles import Schedule
 from strop.config.schema.agent import uses_agent
@@ -50,6 +51,8 @@ class VLLMKind(RolloutKind):
             return False, "vLLM is not installed"
         if not is_gpu(device) and is_small(model_path, _SMALL_ON_A_CPU):
             return False, "a small model on a CPU"
+        if is_gguf(model_path):
+            return False, "a GGUF model"
         return True, "vLLM is installed"
 
     def rules(self, config: Any) -> Iterator[Finding]:
@@ -73,9 +76,14 @@ class VLLMKind(RolloutKind):
         yield from self.sampling_rules(config)
 
     def engine_rules(self, config: Any) -> Iterator[Finding]:
-        """Check the sizes of an engine, wherever it runs."""
-        rollout = config.actor_rollout_ref.rollout
-        facts = None if uses_gpu(config) else read_model_facts(config.actor_rollout_ref.model.path)
+        """Check the model and the sizes of an engine, wherever it runs."""
+        rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
+        if is_gguf(path):
+            yield error(
+                f"{_ROLLOUT}.name={rollout.name}: vLLM reads no GGUF ({path}); set {_ROLLOUT}.name=hf, "
+                "or name a model in safetensors"
+            )
+        facts = None if uses_gpu(config) else read_model_facts(path)
         if facts is not None and (width := facts.kv_width // facts.kv_heads) not in HEAD_SIZES_ON_A_CPU:
             yield error(no_attention_on_a_cpu(width))
         if rollout.max_num_batched_tokens < rollout.max_num_seqs:
