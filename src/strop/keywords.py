@@ -441,6 +441,8 @@ class TrainActorRolloutRefRolloutHttp(TypedDict, total=False):
 
     urls: Sequence[str]
     """Servers that run already, or a file with a URL on each line, read again at every transfer."""
+    keep_weights: bool
+    """The weights of the servers are evaluated: none are loaded here or sent; for trainer.val_only."""
     start: TrainActorRolloutRefRolloutHttpStart
     """Servers that the run starts on this machine, of `rollout.tensor_model_parallel_size` processes each."""
     slots: int | None

@@ -28,7 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
     add("--max-prompt-length", type=int, help="in tokens; a longer prompt is an error (1024, or what fits)")
     add("--max-response-length", type=int, help="in tokens; a longer answer is cut (512, or what fits)")
-    add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
+    generates = parser.add_mutually_exclusive_group()
+    generates.add_argument(
+        "--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)"
+    )
+    generates.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="server whose weights are evaluated, by MODEL's tokenizer (strop docs http_rollout); several",
+    )
+    add("--token-env", metavar="NAME", help="environment variable with the servers' token")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
     add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
     add("--reward", "--custom-reward", metavar="FILE[:NAME]", help="Python file with your reward function")
@@ -45,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 OPTIONS = {
     "actor_rollout_ref.model.path": "MODEL",
     "actor_rollout_ref.rollout.name": "--rollout",
+    "actor_rollout_ref.rollout.http.urls": "--server",
+    "actor_rollout_ref.rollout.http.token_env": "--token-env",
     "actor_rollout_ref.rollout.val_kwargs.n": "--n",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "--temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "--top-p",

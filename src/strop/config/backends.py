@@ -186,6 +186,10 @@ class RolloutKind(Kind):
         """Check what the configuration names outside of this process, as far as it answers."""
         yield from ()
 
+    def keeps_weights(self, config: Any) -> bool:
+        """Return True if it samples by weights that it has, and none are loaded or sent."""
+        return False
+
     def forbids_growing_segments(self, config: Any) -> bool:
         """Return True if torch's allocator must not use expandable segments in its processes."""
         return False

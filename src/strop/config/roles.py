@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from strop.config.backends import ROLLOUTS
 from strop.config.names import NO_REWARD, needs_critic, sets_noise
 from strop.config.schema import Config
 from strop.config.schema.policy import has_kl_term
@@ -87,8 +88,19 @@ class Schedule(NamedTuple):
         return cls(steps - steps // 2, steps // 2)
 
 
+def loads_policy(config: Config) -> bool:
+    """Return True unless the rollout has weights that are not this run's."""
+    kind = ROLLOUTS.get(config.actor_rollout_ref.rollout.name)  # None: auto
+    return kind is None or not kind.keeps_weights(config)
+
+
 def policy_roles(config: Config) -> list[str]:
-    """Return actor and rollout as one role (the hybrid engine), also with the reference, or as two."""
+    """Return actor and rollout as one role (the hybrid engine), also with the reference, or as two.
+
+    It is the rollout alone where no policy is loaded.
+    """
+    if not loads_policy(config):
+        return ["Rollout"]
     if not config.actor_rollout_ref.hybrid_engine:
         return ["Actor", "Rollout"]
     return ["ActorRolloutRef" if "ActorRolloutRef" in config.trainer.placement else "ActorRollout"]
@@ -111,7 +123,7 @@ def roles_of(config: Config) -> list[str]:
 def model_paths(config: Config) -> dict[str, str]:
     """Return the path of every model that is loaded, by key; a critic from the policy's path is left out."""
     policy = config.actor_rollout_ref.model.path
-    paths = {"actor_rollout_ref.model.path": policy}
+    paths = {"actor_rollout_ref.model.path": policy} if loads_policy(config) else {}
     if uses_critic(config) and config.critic.model.path != policy:
         paths["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable:
@@ -140,6 +152,8 @@ def critic_tokenizer(config: Config) -> str:
 def tokenizer_paths(config: Config) -> dict[str, str]:
     """Return the path of every tokenizer that is loaded and has a separate key, by key."""
     paths = {"data.tokenizer": config.data.tokenizer}
+    if not loads_policy(config):
+        paths["actor_rollout_ref.model.path"] = config.actor_rollout_ref.model.path
     if uses_critic(config):
         paths["critic.model.tokenizer_path"] = critic_tokenizer(config)
     if config.reward_model.enable:

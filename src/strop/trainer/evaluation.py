@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.checkpoint.folder import model_in
+from strop.config.backends import ROLLOUTS
 from strop.config.memory.facts import read_model_facts
 from strop.config.paths import base_of_adapter, expand, is_adapter, is_url, may_be_a_hub_name, runs_near
+from strop.config.roles import loads_policy
 from strop.config.schema import Config
 from strop.errors import ConfigError, TrainingError
 from strop.files import atomic_write_text
@@ -52,6 +54,7 @@ def evaluate(
             f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
         )
     require_valid(config, rows)
+    _require_outside(config)
     say_loading()
     from strop.tracking.console import status_line
     from strop.tracking.samples import write_table
@@ -80,9 +83,16 @@ def evaluate(
     return report
 
 
+def _require_outside(config: Config) -> None:
+    """Raise ``ConfigError`` for what does not answer as the evaluation needs it."""
+    found = list(ROLLOUTS[config.actor_rollout_ref.rollout.name].outside(config))
+    if errors := [finding.text for finding in found if finding.level == "error"]:
+        raise ConfigError(*errors)
+
+
 def _described(config: Config) -> dict[str, Any]:
     """Return what was evaluated and how; ``config.yaml`` beside it has every key."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout: Any = config.actor_rollout_ref.rollout
     return {
         "model": config.actor_rollout_ref.model.path,
         "data": config.data.val_files,
@@ -90,6 +100,7 @@ def _described(config: Config) -> dict[str, Any]:
         "sampling": rollout.val_kwargs.model_dump(exclude={"n"}),
         "max_response_length": config.data.max_response_length,
         "rollout": rollout.name,
+        **({} if loads_policy(config) else {"servers": rollout.http.urls}),
         "seed": config.trainer.seed,
     }
 
@@ -106,6 +117,8 @@ def settings(
     max_prompt_length: int | None = None,
     max_response_length: int | None = None,
     rollout: str = "hf",
+    server: Sequence[str] = (),
+    token_env: str | None = None,
     batch_size: int = 64,
     reward_model: str | None = None,
     reward: str | None = None,
@@ -140,7 +153,7 @@ def settings(
     keys: dict[str, Any] = {
         "actor_rollout_ref.model.path": base or model,
         "actor_rollout_ref.rollout": {
-            "name": rollout,
+            "name": "http" if server else rollout,
             "val_kwargs": {"n": n, "do_sample": temperature > 0, "temperature": temperature, "top_p": top_p},
         },
         "data": {
@@ -159,6 +172,11 @@ def settings(
             "default_local_dir": str(out or free_folder(model)),
         },
     }
+    if server:
+        keys["actor_rollout_ref.rollout.http"] = {"urls": list(server), "keep_weights": True}
+        keys["trainer.n_gpus_per_node"] = 1  # it sends requests
+    if token_env is not None:
+        keys["actor_rollout_ref.rollout.http.token_env"] = token_env
     if base is not None:
         keys["actor_rollout_ref.model.lora_adapter_path"] = model
         if Path(model, "tokenizer_config.json").is_file():

@@ -22,6 +22,7 @@ from strop.config.load import as_config
 from strop.config.roles import (
     has_reward,
     has_teacher_role,
+    loads_policy,
     reference_is_the_actor,
     teacher_is_the_actor,
     uses_reference,
@@ -248,7 +249,7 @@ class RayPPOTrainer(VerlNames):
         config, placed = self.config, self.resource_pool_manager.mapping
         policy = [role for role in (Role.ActorRolloutRef, Role.ActorRollout) if role in placed][:1]
         if not policy and {Role.Actor, Role.Rollout} & placed.keys():
-            policy = [Role.Actor, Role.Rollout]
+            policy = [Role.Actor, Role.Rollout] if loads_policy(config) else [Role.Rollout]
         needed: dict[Any, str] = dict.fromkeys(policy or [Role.ActorRollout], "the policy")
         estimator = config.algorithm.adv_estimator
         has_reference = Role.ActorRolloutRef in needed or reference_is_the_actor(config)

@@ -103,9 +103,14 @@ class Worker(Generic[Root]):
         data: Any = self.config.data
         return load_image_processor(folder, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
 
-    def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
-        """Return the local folder of a model, downloaded once; import the packages it needs. Collective."""
+    def find_model(self, path: str, external_lib: str | list[str] | None, *, weights: bool = True) -> Path:
+        """Return the local folder of a model, downloaded once; import the packages it needs. Collective.
+
+        ``weights=False``: neither download nor compare them.
+        """
         import_external_lib(external_lib)
+        if not weights:
+            return local_tokenizer(path, self.config.data.cache_dir)
         folder = local_model(path, self.config.data.cache_dir)
         if is_hub_name(path) and len(versions := set(ranks.gathered(folder.name))) > 1:
             raise ModelError(
@@ -120,10 +125,13 @@ class Worker(Generic[Root]):
         folder = local_tokenizer(path, self.config.data.cache_dir)
         return load_tokenizer(folder, trust_remote_code=trust_remote_code)
 
-    def model_options(self, model: Any) -> dict[str, Any]:
-        """Return the loader's arguments for a section ``model``: ``path`` and options. Collective."""
+    def model_options(self, model: Any, *, weights: bool = True) -> dict[str, Any]:
+        """Return the loader's arguments for a section ``model``: ``path`` and options. Collective.
+
+        ``weights`` is that of ``find_model``.
+        """
         return {
-            "path": self.find_model(model.path, model.external_lib),
+            "path": self.find_model(model.path, model.external_lib, weights=weights),
             "override_config": model.override_config,
             "trust_remote_code": model.trust_remote_code,
             "attn_implementation": model.attn_implementation,

@@ -23,6 +23,7 @@ from strop.agents.program import Program, ProgramPool
 from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.roles import (
     has_reward,
+    loads_policy,
     reference_is_the_actor,
     teacher_hidden,
     teacher_is_the_actor,
@@ -180,7 +181,7 @@ class ActorRolloutRefWorker(RoleWorker):
             environments = self._pool = EnvironmentPool.of(self.environments, config.environment)
         if self.program is not None:
             programs = self._pool = ProgramPool(self.program, config.agent)
-        model = self.model_options(self.section.model)
+        model = self.model_options(self.section.model, weights=loads_policy(config))
         spec = RolloutSpec(
             config=config,
             model=model,
@@ -331,7 +332,8 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def sync_rollout(self, version: int) -> None:
         """Copy the actor's current weights (policy ``version``) into the co-located rollout."""
-        self.rollout.update_weights(self.engine.named_weights(dtype=self._rollout_dtype))
+        if self.role is not Role.Rollout:  # else there is no actor, and the rollout keeps its weights
+            self.rollout.update_weights(self.engine.named_weights(dtype=self._rollout_dtype))
         self.rollout_version = version
 
     @register(Dispatch.ONE_TO_ALL)

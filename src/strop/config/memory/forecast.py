@@ -16,6 +16,7 @@ from strop.config.memory.shapes import FLOAT32, PictureBytes, activations, encod
 from strop.config.placement import Placement, process_count, uses_gpu
 from strop.config.roles import (
     has_kl_in_reward,
+    loads_policy,
     reason_for_old_log_prob_pass,
     reference_is_the_actor,
     teacher_hidden,
@@ -101,7 +102,7 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     """Return the bytes of one rank's models of ``pool`` (None: of all), with what their training keeps."""
     trains, policy = not config.trainer.val_only, config.actor_rollout_ref.model.path
     kept = "weights, gradients, AdamW" if trains else "weights"
-    models = [("actor", f"actor: {kept}", policy, trains)]
+    models = [("actor", f"actor: {kept}", policy, trains)] if loads_policy(config) else []
     if uses_reference(config) and not reference_is_the_actor(config):
         models.append(("ref", "reference: weights", policy, False))
     if uses_critic(config):

@@ -37,6 +37,7 @@ from strop.rollout.vllm.arguments import (
     model_facts,
     sampling_arguments,
     server_arguments,
+    vocabulary_digest,
     whole_prompts,
 )
 from strop.rollout.vllm.checkpoint import CheckpointWeights
@@ -52,7 +53,7 @@ class HTTPRollout(QueuedRollout):
 
     def __init__(
         self,
-        weights: CheckpointWeights,
+        weights: CheckpointWeights | None,
         pool: Pool,
         *,
         dtype: torch.dtype,
@@ -63,6 +64,7 @@ class HTTPRollout(QueuedRollout):
     ) -> None:
         """Wait for the servers; the errors are those of ``Pool.open``.
 
+        ``weights`` None: the servers have those that are evaluated.
         ``slots``: samples at once on the clock of batches ahead (``due``).
         ``sampling`` are further fields of ``SamplingParams``, ``folder`` is that of the sealed files (None:
         in memory), ``options`` are those of ``QueuedRollout``.
@@ -83,7 +85,8 @@ class HTTPRollout(QueuedRollout):
         rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
         model, _ = defer_causal_lm(**spec.model)
         end_ids, dtype = end_token_ids(model, spec.tokenizer), dtype_named(KIND.dtype(config), spec.device)
-        weights, own, token = CheckpointWeights(model), [], token_of(settings)
+        weights = None if settings.keep_weights else CheckpointWeights(model)
+        own, token = [], token_of(settings)
         if not settings.urls:
             token = secrets.token_hex(32)
             arguments = server_arguments(spec, model.config, KIND.ranks(config), settings.start.n)
@@ -92,12 +95,18 @@ class HTTPRollout(QueuedRollout):
             logs = Path(config.trainer.default_local_dir).expanduser() / "servers"
             own = [OwnServer(line, token, logs / f"{number}.log") for number in range(settings.start.n)]
         expected = expected_facts(config, str(dtype).removeprefix("torch.")) | model_facts(model.config)
-        verify = partial(require_held, weights, dtype) if rollout.verify_weights_every else None
+        if weights is None:  # of the model the tokenizer alone counts
+            expected = expected_facts(config) | {"vocabulary": vocabulary_digest(spec.tokenizer)}
+        verify = partial(require_held, weights, dtype) if rollout.verify_weights_every and weights else None
         vocabulary = model.config.get_text_config().vocab_size
         broadcasts = rollout.weight_transfer == "broadcast"
         return cls(
             weights,
-            Pool(settings, expected, vocabulary, token, own, verify, broadcasts=broadcasts),
+            Pool(
+                *(settings, expected, vocabulary, token, own, verify),
+                broadcasts=broadcasts,
+                keeps_weights=weights is None,
+            ),
             dtype=dtype,
             slots=KIND.slots(config),
             sampling=extra_sampling(config),
@@ -119,7 +128,8 @@ class HTTPRollout(QueuedRollout):
 
         Samples of later batches are generated in pieces, and then cut to what they are due.
         """
-        self._weights.ledger.require_complete()
+        if self._weights is not None:
+            self._weights.ledger.require_complete()
         oldest, n_first = batches[0], len(batches[0].lengths)
         places = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
         begun = torch.cat([batch.lengths for batch in batches])
@@ -193,6 +203,7 @@ class HTTPRollout(QueuedRollout):
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``: write them to a file that all servers then get."""
+        assert self._weights is not None
         if not self._weights.ledger.open:
             if self._sealed is not None:
                 self._sealed.close()  # of an update that failed
@@ -208,8 +219,10 @@ class HTTPRollout(QueuedRollout):
             sealed, self._sealed = self._sealed, None
             self._thread.run(self._pool.transfer(sealed))
 
-    def checksums(self) -> dict[str, int]:
+    def checksums(self) -> dict[str, int] | None:
         """See ``RolloutEngine.checksums``; ``ModelError`` if two servers hold different weights."""
+        if self._weights is None:  # compared as each server joined
+            return None
         found = self._thread.run(self._pool.checksums())
         held = {url: self._weights.held(parts) for url, parts in found.items()}
         first_url, first = next(iter(held.items()))

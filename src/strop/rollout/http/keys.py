@@ -40,6 +40,8 @@ class HTTPConfig(Section, resumes=MAY_CHANGE):
 
     urls: Names
     """Servers that run already, or a file with a URL on each line, read again at every transfer."""
+    keep_weights: bool
+    """The weights of the servers are evaluated: none are loaded here or sent; for trainer.val_only."""
     start: StartConfig
     slots: PositiveInt | None
     """Samples at once on the clock of batches ahead; null: max_num_seqs x servers at the start of the run."""

@@ -44,6 +44,9 @@ class HTTPKind(RolloutKind):
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
         return config.actor_rollout_ref.rollout.tensor_model_parallel_size if is_written(config, key) else 1
 
+    def keeps_weights(self, config: Any) -> bool:
+        return config.actor_rollout_ref.rollout.http.keep_weights
+
     def slots(self, config: Any) -> int:
         """Return how many samples are generated at once on the clock of batches ahead."""
         rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
@@ -57,6 +60,8 @@ class HTTPKind(RolloutKind):
 
     def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
         """See ``RolloutKind.bytes``: the file of the weights, and on a CPU the run's own servers'."""
+        if self.keeps_weights(config):
+            return Forecast({}, {})
         rollout = config.actor_rollout_ref.rollout
         own = 0 if rollout.http.urls or uses_gpu(config) else rollout.http.start.n
         copy = weights(facts, 4 if self.dtype(config) == "float32" else 2)
@@ -67,12 +72,18 @@ class HTTPKind(RolloutKind):
     def rules(self, config: Any) -> Iterator[Finding]:
         """Check the servers' addresses, and what is not possible over HTTP."""
         rollout, http = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
-        placed, steps, n = Placement.from_config(config), config.trainer.async_steps, http.start.n
+        placed, trainer, n = Placement.from_config(config), config.trainer, http.start.n
+        steps = trainer.async_steps
         if (ranks := placed.ranks(placed.rollout_role)) > 1:
             yield error(
                 f"{_ROLLOUT}.name=http: the rollout has {ranks} processes, and one sends all requests; set "
                 "actor_rollout_ref.hybrid_engine=False, trainer.resource_pools={learner: [N], http: [1]} and "
                 "trainer.placement={Rollout: http}"
+            )
+        if http.keep_weights and not (http.urls and trainer.val_only and trainer.resume_mode == "disable"):
+            yield error(
+                f"{_ROLLOUT}.http.keep_weights=True evaluates servers that run: it needs http.urls, "
+                "trainer.val_only=True and trainer.resume_mode=disable, as strop eval MODEL --server URL has"
             )
         if steps >= 2 and uses_environment(config):
             yield error(
@@ -120,8 +131,8 @@ class HTTPKind(RolloutKind):
         http, expected = config.actor_rollout_ref.rollout.http, expected_facts(config)
         for url, found in facts_of(read_urls(http), token_of(http), proxy_of(http)).items():
             if isinstance(found, Exception):
-                finding = warning if isinstance(found, Lost) else error
-                yield finding(f"{_ROLLOUT}.http.urls: {url} gives no facts: {found}")
+                may_join = isinstance(found, Lost) and not http.keep_weights
+                yield (warning if may_join else error)(f"{_ROLLOUT}.http.urls: {url} gives no facts: {found}")
             elif differing := differences(found, expected):
                 yield error(
                     f"{_ROLLOUT}.http.urls: {url}: {'; '.join(differing)}; see strop docs http_rollout"
@@ -166,7 +177,7 @@ def _why_wrong(url: str, http: Any) -> str | None:
     if not is_loopback(url) and not http.token_env and not http.open_network:
         return (
             f"{url} is another machine, and its servers take any weights from whoever reaches them; name the "
-            "variable with their token in http.token_env, or set http.open_network=True"
+            f"variable with their token in {_ROLLOUT}.http.token_env, or set http.open_network=True"
         )
     return None
 

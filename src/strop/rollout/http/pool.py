@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import resource
@@ -44,6 +45,8 @@ _DEADLY = 3
 """Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
 _ERRORS = 3
 """Errors that every server answers before any answer, after which the run does not wait for better ones."""
+_OF_ONE = {"max_model_len", "max_num_seqs", "reads_text"}
+"""Facts in which servers of the same weights may differ."""
 _COUNTED = (
     "rollout/lost_requests", "rollout/lost_tokens", "rollout/cut_tokens", "weights/bytes",
     "weights/pause_s", "weights/joins",
@@ -78,14 +81,17 @@ class Pool:
         verify: Callable[[SealedWeights, list[dict[str, int]]], None] | None = None,
         *,
         broadcasts: bool = False,
+        keeps_weights: bool = False,
     ) -> None:
         """Take the section ``rollout.http``, and the facts that every server must have.
 
         ``verify`` raises ``ModelError`` unless a joiner's checksums are those of the weights; None: they are
         not read. With ``broadcasts`` servers are sent the sealed file, else they read it.
+        With ``keeps_weights`` no weights are sent, and all servers must have those of the first.
         """
         self._settings, self._expected, self.vocabulary = settings, dict(expected), vocabulary
         self._token, self.own, self._verify, self._broadcasts = token, own, verify, broadcasts
+        self._keeps_weights = keeps_weights
         self.live: list[Server] = []
         """Servers that answer, and have the present weights if there are any."""
         self.out: dict[str, Exception] = {}
@@ -119,6 +125,12 @@ class Pool:
         self._is_open = True
         for url, error in self.out.items():
             logger.warning("%s does not answer: %s", url, error)
+        if self._keeps_weights:
+            logger.info(
+                "no weights are loaded or sent; those of the servers are evaluated, version %s%s",
+                version := self._expected["weight_version"],
+                " (of their start)" if version == FIRST_VERSION else "",
+            )
 
     def _read_urls(self) -> None:
         """Keep the servers that are named now, and no others."""
@@ -176,6 +188,10 @@ class Pool:
         facts = await server.wire.facts(min(patience_s, _FACTS_S))
         server.answered_at = time.monotonic()
         self._expected.setdefault("kernels", facts["kernels"])  # equal results need equal ones
+        if self._keeps_weights:
+            facts |= await self._facts_of_weights(server)
+            for name in facts.keys() - _OF_ONE:
+                self._expected.setdefault(name, facts[name])
         if found := differences(facts, self._expected):
             raise ConfigError(
                 f"it is another engine: {'; '.join(found)}; start it as in strop docs http_rollout"
@@ -196,6 +212,15 @@ class Pool:
             self.counts["weights/joins"] += 1
             logger.info("%s joins; %d servers answer", server.url, len(self.live))
         self._wake(server.places)
+
+    async def _facts_of_weights(self, server: Server) -> dict[str, str]:
+        patience_s = self._settings.patience_s
+        version = await server.wire.version(patience_s)
+        if len(self._keepers) == 1:  # nothing to compare
+            return {"weight_version": version}
+        parts = await server.wire.checksums(patience_s)
+        digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=6).hexdigest()
+        return {"weight_version": version, "weights": digest}
 
     async def transfer(self, sealed: SealedWeights) -> None:
         """Bring new weights to all live servers; those that fail leave, by name."""
@@ -306,7 +331,7 @@ class Pool:
                 server = await self._place(request, n, failures, last)
                 sent_at = time.monotonic()
                 try:
-                    version = self.sealed.version if self.sealed else FIRST_VERSION
+                    version = self.sealed.version if self.sealed else self._first_version
                     answer = await call(server.wire, request, version, self._deadline_s)
                 except Refused as error:
                     raise TrainingError(f"{server.url}: {error} ({_named(request)})") from None
@@ -344,6 +369,10 @@ class Pool:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
             await waiter
+
+    @property
+    def _first_version(self) -> str:
+        return self._expected.get("weight_version", FIRST_VERSION)
 
     @property
     def _deadline_s(self) -> float:

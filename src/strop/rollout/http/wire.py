@@ -86,6 +86,10 @@ class VLLMWire:
             )
         return found
 
+    async def version(self, deadline_s: float) -> str:
+        """Return the version of the engine's weights."""
+        return str((await self._connection.call("/weight_info", deadline_s)).get("weight_version"))
+
     async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
         """Return ``held_checksums`` of each rank of the engine."""
         parts = await self._rpc("strop_checksums", deadline_s)
@@ -198,8 +202,7 @@ class VLLMWire:
             if time.monotonic() - begun > patience_s:
                 raise Lost(f"/reset_prefix_cache had no success within {patience_s:.0f} s")
             await asyncio.sleep(min(_AGAIN_S, patience_s))
-        found = await self._connection.call("/weight_info", patience_s)
-        if found.get("weight_version") != version:
+        if (found := await self.version(patience_s)) != version:
             raise Lost(f"its weights are {found} after the transfer of {version}")
         await post("/resume")
         return time.monotonic() - begun
