@@ -1,7 +1,11 @@
-"""HTTP rollouts on fake servers."""
+"""HTTP rollouts on fake servers, and one of vLLM's."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +17,12 @@ from strop.environments.loading import load_environments
 from strop.environments.pool import EnvironmentPool
 from strop.passed import passing
 from strop.rollout.episodes import Episodes
+from strop.rollout.http import start
 from strop.rollout.http.engine import HTTPRollout, require_held
 from strop.rollout.http.pool import Pool
+from strop.rollout.http.wire import ARGUMENTS
 from strop.rollout.turn_format import TurnFormat
-from strop.rollout.vllm.arguments import model_facts
+from strop.rollout.vllm.arguments import FIXED, model_facts
 from strop.rollout.vllm.checkpoint import CheckpointWeights
 
 import tiny_model
@@ -92,3 +98,31 @@ def episodes_of(kind: type, **settings: Any) -> Episodes:
 def counts(rollout: Any) -> dict[str, float]:
     """Return the counts since they were last taken."""
     return rollout._pool.take_counts()
+
+
+@contextlib.contextmanager
+def real_server(folder, *more):
+    """The URL of vLLM's server of the model in ``folder``, whose token is "secret"."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = {
+        "model": str(folder / "model"),
+        "dtype": "float32",
+        "max_model_len": 64,
+        **FIXED,
+        **ARGUMENTS,
+    }
+    arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 60_000_000, "max_num_seqs": 8}
+    line = start.command(arguments, ["--host", "127.0.0.1", "--port", port, *more])
+    guard = [sys.executable, "-P", "-m", "strop.rollout.http.start", str(folder / "server"), *line]
+    (folder / "server").mkdir()
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            guard, stdin=subprocess.PIPE, stdout=log, stderr=log,
+            env=start.environment("secret", folder / "server", "a test's"),
+        )  # fmt: skip
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.communicate()

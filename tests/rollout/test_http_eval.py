@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
+import subprocess
+import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from strop.cli.main import main
+from strop.config.checks.check import check
+from strop.config.load import load_config
+from strop.errors import ConfigError
 from strop.models.loader import load_causal_lm, load_tokenizer
+from strop.rollout.http.wire import facts_of
 from strop.rollout.vllm.arguments import vocabulary_digest
 
 import tiny_model
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
-from messages import mentions
-from runs import make_inputs
+from http_rollouts import real_server
+from messages import mentions, naming
+from outside import require_vllm
+from runs import make_inputs, overrides
 
 SIZE = 19
 
@@ -54,13 +62,15 @@ def inputs(tmp_path_factory):
     return folder
 
 
+def line(inputs, model, out):
+    return [
+        "eval", str(inputs / model), "--data", str(inputs / "val.parquet"), "--max-prompt-length", "8",
+        "--max-response-length", "4", "--out", str(out), "trainer.device=cpu",
+    ]  # fmt: skip
+
+
 def evaluate(inputs, model, out, *arguments):
-    return main(
-        [
-            "eval", str(inputs / model), "--data", str(inputs / "val.parquet"), "--max-prompt-length", "8",
-            "--max-response-length", "4", "--out", str(out), *map(str, arguments), "trainer.device=cpu",
-        ]
-    )  # fmt: skip
+    return main([*line(inputs, model, out), *arguments])
 
 
 def results(out):
@@ -82,3 +92,142 @@ def test_greedy_answers_and_figures_are_those_of_the_engine_here(inputs, tmp_pat
     assert all(server.bodies() for server in servers)
     paths = {path for server in servers for path in server.paths()}
     assert not {"/pause", "/update_weights"} & paths
+
+
+def test_sampled_answers_are_requested_by_the_seeds_of_any_engine(inputs, tmp_path):
+    sent = []
+    for name, model, more in (("kept", "bare", ["keep"]), ("sent", "model", [])):
+        server = FakeVLLM(vocabulary=SIZE)
+        where = ["--server", server.url] if more else [
+            "--rollout", "http", f"actor_rollout_ref.rollout.http.urls=[{server.url}]",
+        ]  # fmt: skip
+        sampling = ["--n", "4", "--temperature", "0.7", "--top-p", "0.9", "--limit", "3"]
+        assert evaluate(inputs, model, tmp_path / name, *where, *sampling) == 0
+        assert ("/update_weights" in server.paths()) is (not more)
+        sent.append(sorted(json.dumps(body, sort_keys=True) for body in server.bodies()))
+        sampled = server.bodies()[0]["sampling_params"]
+        assert (sampled["temperature"], sampled["top_p"]) == (0.7, 0.9)
+    assert sent[0] == sent[1]
+    assert len(sent[0]) == 12
+    found, _ = results(tmp_path / "kept")
+    assert "best@4" in found["sources"]["strop/arithmetic"]["scores"]
+
+
+def test_the_weights_that_another_run_has_sent_are_evaluated_and_named(inputs, tmp_path, caplog):
+    server = Greedy(inputs / "model")
+    server.version = "run/3"
+    with caplog.at_level("INFO", "strop"):
+        assert evaluate(inputs, "bare", tmp_path, "--server", server.url) == 0
+    assert "version run/3" in caplog.text
+
+
+def test_weights_that_change_meanwhile_are_an_error(inputs, tmp_path, capsys):
+    server = FakeVLLM(vocabulary=SIZE)
+    changed = wire_answer([5], [-1.0], "length", "run/4")
+    server.script[GENERATE] = [{"json": changed}]
+    assert evaluate(inputs, "bare", tmp_path, "--server", server.url) != 0
+    assert mentions(capsys.readouterr().err, server.url, "run/4", "default")
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"vocabulary": "0123"}, ["vocabulary", "'0123'"]),
+        ({"max_model_len": 11}, ["max_model_len", "11", "12"]),
+        ({"logprobs_mode": "raw_logprobs"}, ["logprobs_mode", "raw_logprobs"]),
+    ],
+)
+def test_a_server_that_cannot_answer_is_refused_before_it_is_asked(inputs, tmp_path, capsys, facts, named):
+    server = FakeVLLM()
+    server.facts |= facts
+    assert evaluate(inputs, "bare", tmp_path, "--server", server.url) == 2
+    assert mentions(capsys.readouterr().err, server.url, *named)
+    assert not server.bodies()
+
+
+def test_servers_of_other_weights_are_refused_by_name(inputs, tmp_path, capsys):
+    servers = [FakeVLLM(vocabulary=SIZE, **{"model.hidden_size": 16}) for _ in range(2)]
+    urls = [word for server in servers for word in ("--server", server.url)]
+    servers[1].checksums = {"lm_head.weight": "5"}
+    assert evaluate(inputs, "bare", tmp_path, *urls) == 2
+    assert mentions(capsys.readouterr().err, "weights is", "http://127.0.0.1")
+    servers[1].checksums = {}
+    servers[1].facts["model.hidden_size"] = 32
+    assert evaluate(inputs, "bare", tmp_path, *urls) == 2
+    assert mentions(capsys.readouterr().err, "model.hidden_size is")
+    assert not servers[0].bodies()
+    assert not servers[1].bodies()
+
+
+def test_servers_that_do_not_answer_are_errors_at_once(inputs, tmp_path, capsys, monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a model is read")
+
+    monkeypatch.setattr("strop.trainer.build.fetch_tokenizer", load)
+    monkeypatch.setenv("TOKEN", "secret")
+    live, down, plain = FakeVLLM(), FakeVLLM(), FakeVLLM({"/collective_rpc": [{"status": 404}]})
+    guarded = FakeVLLM(token="another")
+    down.kill()
+    for url, more, named in (
+        (down.url, [], [down.url, "ConnectError"]),
+        (plain.url, [], [plain.url, "404", "strop docs http_rollout"]),
+        (guarded.url, [], [guarded.url, "401"]),
+        (guarded.url, ["--token-env", "TOKEN"], [guarded.url, "401"]),
+        (live.url, ["--token-env", "TOKEN"], [live.url, "without the token"]),
+        (live.url, ["--token-env", "NOTHING"], ["--token-env=NOTHING"]),
+        ("http://10.1.2.3:8000", [], ["10.1.2.3", "--token-env", "open_network"]),
+        ("host:8000", [], ["'host:8000'", "http://HOST:PORT"]),
+    ):
+        assert evaluate(inputs, "bare", tmp_path, "--server", live.url, "--server", url, *more) == 2
+        assert mentions(capsys.readouterr().err, *named), url
+    assert not live.bodies()
+
+
+def test_a_server_with_its_token_is_evaluated(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN", "secret")
+    server = FakeVLLM(vocabulary=SIZE, token="secret")
+    assert evaluate(inputs, "bare", tmp_path, "--server", server.url, "--token-env", "TOKEN") == 0
+    assert "secret" not in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_run_that_trains_keeps_no_weights_of_servers(inputs, tmp_path):
+    config = load_config(
+        overrides(inputs, tmp_path, "actor_rollout_ref.rollout.name=http",
+                  "actor_rollout_ref.rollout.http.urls=[http://127.0.0.1:1]",
+                  "actor_rollout_ref.rollout.http.keep_weights=True")
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=naming("keep_weights=True", "trainer.val_only=True")):
+        check(config).raise_errors()
+
+
+@pytest.mark.slow
+def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(inputs, tmp_path, monkeypatch):
+    require_vllm()
+    monkeypatch.setenv("TOKEN", "secret")
+    tiny_model.save(tmp_path / "model", hidden=64)
+    ways = {"greedy": [], "sampled": ["--n", "4", "--temperature", "0.9", "--top-p", "0.8"]}
+    small = [
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+    ]
+    for way, more in ways.items():  # each in a process, whose memory is then free
+        command = [sys.executable, "-m", "strop", *line(inputs, tmp_path / "model", tmp_path / f"{way}_here")]
+        subprocess.run([*command, "--rollout", "vllm", *more, *small], check=True)
+    with real_server(tmp_path) as url:
+        wait_for(url)
+        for way, more in ways.items():
+            there = tmp_path / f"{way}_there"
+            given = ["--server", url, "--token-env", "TOKEN", *more]
+            assert evaluate(inputs, tmp_path / "model", there, *given) == 0
+            (_, found), (_, expected) = results(there), results(tmp_path / f"{way}_here")
+            columns = ["prompt_ids", "response_ids", "rollout_log_probs", "response", "score"]
+            assert found.select(columns) == expected.select(columns)
+
+
+def wait_for(url):
+    """Wait until a server that starts answers."""
+    deadline = time.monotonic() + 200
+    while isinstance(facts_of([url], "secret", None)[url], Exception):
+        assert time.monotonic() < deadline
+        time.sleep(1)

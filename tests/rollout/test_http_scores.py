@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,14 +11,12 @@ import torch
 
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.loader import load_causal_lm
-from strop.rollout.http import pool, start
+from strop.rollout.http import pool
 from strop.rollout.http.scorer import Scorer
-from strop.rollout.http.wire import ARGUMENTS
-from strop.rollout.vllm.arguments import FIXED
 
 import tiny_model
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
-from http_rollouts import SETTINGS
+from http_rollouts import SETTINGS, real_server
 from messages import naming
 from outside import require_vllm
 
@@ -125,34 +119,6 @@ def test_ids_beyond_the_vocabulary_are_not_sent():
     with pytest.raises(ModelError, match=naming("row 1", "vocabulary of 19")):
         scorer_on(server).score([[5, 6], [5, 19]])
     assert [5, 19] not in [body["token_ids"] for body in server.bodies()]
-
-
-@contextlib.contextmanager
-def real_server(folder, *more):
-    """The URL of vLLM's server of the model in ``folder``, whose token is "secret"."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = {
-        "model": str(folder / "model"),
-        "dtype": "float32",
-        "max_model_len": 64,
-        **FIXED,
-        **ARGUMENTS,
-    }
-    arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 60_000_000, "max_num_seqs": 8}
-    line = start.command(arguments, ["--host", "127.0.0.1", "--port", port, *more])
-    guard = [sys.executable, "-P", "-m", "strop.rollout.http.start", str(folder / "server"), *line]
-    (folder / "server").mkdir()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            guard, stdin=subprocess.PIPE, stdout=log, stderr=log,
-            env=start.environment("secret", folder / "server", "a test's"),
-        )  # fmt: skip
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.communicate()
 
 
 @pytest.mark.slow
