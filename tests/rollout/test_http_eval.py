@@ -212,9 +212,14 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(inputs, 
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     ]
     for way, more in ways.items():  # each in a process, whose memory is then free
-        command = [sys.executable, "-m", "strop", *line(inputs, tmp_path / "model", tmp_path / f"{way}_here")]
+        command = [
+            sys.executable,
+            "-m",
+            "strop.cli",
+            *line(inputs, tmp_path / "model", tmp_path / f"{way}_here"),
+        ]
         subprocess.run([*command, "--rollout", "vllm", *more, *small], check=True)
-    with real_server(tmp_path) as url:
+    with real_server(tmp_path, "--no-enable-chunked-prefill") as url:
         wait_for(url)
         for way, more in ways.items():
             there = tmp_path / f"{way}_there"

@@ -152,8 +152,6 @@ def critic_tokenizer(config: Config) -> str:
 def tokenizer_paths(config: Config) -> dict[str, str]:
     """Return the path of every tokenizer that is loaded and has a separate key, by key."""
     paths = {"data.tokenizer": config.data.tokenizer}
-    if not loads_policy(config):
-        paths["actor_rollout_ref.model.path"] = config.actor_rollout_ref.model.path
     if uses_critic(config):
         paths["critic.model.tokenizer_path"] = critic_tokenizer(config)
     if config.reward_model.enable:

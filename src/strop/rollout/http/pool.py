@@ -331,8 +331,7 @@ class Pool:
                 server = await self._place(request, n, failures, last)
                 sent_at = time.monotonic()
                 try:
-                    version = self.sealed.version if self.sealed else self._first_version
-                    answer = await call(server.wire, request, version, self._deadline_s)
+                    answer = await call(server.wire, request, self._version, self._deadline_s)
                 except Refused as error:
                     raise TrainingError(f"{server.url}: {error} ({_named(request)})") from None
                 except Lost as error:
@@ -371,8 +370,8 @@ class Pool:
             await waiter
 
     @property
-    def _first_version(self) -> str:
-        return self._expected.get("weight_version", FIRST_VERSION)
+    def _version(self) -> str:
+        return self.sealed.version if self.sealed else self._expected.get("weight_version", FIRST_VERSION)
 
     @property
     def _deadline_s(self) -> float:
