@@ -89,6 +89,7 @@ strop check --time ...                load the models too, and measure how long 
         """\
 strop eval MODEL --data data/gsm8k/test.parquet
 strop eval MODEL --data data/gsm8k/test.parquet --n 8 --temperature 0.7 --limit 100
+strop eval MODEL --data data/gsm8k/test.parquet --server http://127.0.0.1:8000 --token-env TOKEN
 strop eval MODEL --data sums.csv --reward reward.py data.prompt_key=question data.answer_key=answer""",
     ),
     "serve": _Command(

@@ -64,7 +64,8 @@ def evaluate(
     trainer = build_trainer(config, rows=rows)
     try:
         report_reward(trainer)
-        logger.info("loading the model")
+        if loads_policy(config):
+            logger.info("loading the model")
         trainer.init_workers()
         started = time.perf_counter()
         with status_line() as show, trainer.progress.shown(show), trainer.timer.phase("testing"):
