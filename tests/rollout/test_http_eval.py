@@ -25,7 +25,7 @@ from fake_vllm import GENERATE, FakeVLLM, wire_answer
 from http_rollouts import real_server
 from messages import mentions, naming
 from outside import require_vllm
-from runs import make_inputs, overrides
+from runs import make_inputs, overrides, train
 
 SIZE = 19
 
@@ -202,7 +202,9 @@ def test_a_run_that_trains_keeps_no_weights_of_servers(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(inputs, tmp_path, monkeypatch):
+def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(
+    inputs, tmp_path, monkeypatch, caplog
+):
     require_vllm()
     monkeypatch.setenv("TOKEN", "secret")
     tiny_model.save(tmp_path / "model", hidden=64)
@@ -212,13 +214,9 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(inputs, 
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     ]
     for way, more in ways.items():  # each in a process, whose memory is then free
-        command = [
-            sys.executable,
-            "-m",
-            "strop.cli",
-            *line(inputs, tmp_path / "model", tmp_path / f"{way}_here"),
-        ]
-        subprocess.run([*command, "--rollout", "vllm", *more, *small], check=True)
+        command = line(inputs, tmp_path / "model", tmp_path / f"{way}_here")
+        command += ["--rollout", "vllm", *more, *small]
+        subprocess.run([sys.executable, "-m", "strop.cli", *command], check=True)
     with real_server(tmp_path, "--no-enable-chunked-prefill") as url:
         wait_for(url)
         for way, more in ways.items():
@@ -228,6 +226,19 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(inputs, 
             (_, found), (_, expected) = results(there), results(tmp_path / f"{way}_here")
             columns = ["prompt_ids", "response_ids", "rollout_log_probs", "response", "score"]
             assert found.select(columns) == expected.select(columns)
+
+        of_run = [f"actor_rollout_ref.rollout.http.{one}" for one in (f"urls=[{url}]", "token_env=TOKEN")]
+        run, own = tmp_path / "run", f"actor_rollout_ref.model.path={tmp_path / 'model'}"
+        # validated at the end: the server has the last weights
+        train(overrides(inputs, run, own, "actor_rollout_ref.rollout.name=http", *of_run))
+        given = ["--server", url, "--token-env", "TOKEN"]
+        caplog.clear()
+        with caplog.at_level("INFO", "strop"):
+            assert evaluate(inputs, run, tmp_path / "trained_there", *given) == 0
+        assert "of their start" not in caplog.text
+        assert evaluate(inputs, run, tmp_path / "trained_here") == 0
+        (_, found), (_, expected) = results(tmp_path / "trained_there"), results(tmp_path / "trained_here")
+        assert found.select(["response_ids", "score"]) == expected.select(["response_ids", "score"])
 
 
 def wait_for(url):
