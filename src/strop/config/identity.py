@@ -81,7 +81,9 @@ def decides_what_is_trained(key: Key, *, validates_only: bool = False, runs_ahea
 
 def is_the_same(key: str, before: Any, now: Any) -> bool:
     """Return True for two names of one reward manager: ``prime`` is ``naive`` with more processes."""
-    return key == "reward_model.reward_manager" and {before, now} <= {*REWARD_MANAGERS} - {NO_REWARD}
+    return key == "reward_model.reward_manager" and {str(before), str(now)} <= {*REWARD_MANAGERS} - {
+        NO_REWARD
+    }
 
 
 def files_of(tree: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[tuple[str, list[str]]]:
