@@ -1,8 +1,9 @@
 """The suite as two runs of pytest at the same time: tests that compute, and tests that mostly wait.
 
-Two workers compute on two cores; three more wait for deadlines and processes meanwhile. Arguments go to both:
-``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too, and new random examples. The
-slowest tests of each run are printed at its end. The last line counts the skipped ones, with what they need.
+Three workers compute on two cores, as each waits at times for a process that starts; three more wait for
+deadlines and processes meanwhile. Arguments go to both: ``python tests/lanes.py tests/config -x``, or
+``--all`` for the slow tests too, and new random examples. The slowest tests of each run are printed at its
+end. The last line counts the skipped ones, with what they need.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-WORKERS = {"computing": 2, "waiting": 3}
+WORKERS = {"computing": 3, "waiting": 3}
 NO_TESTS_COLLECTED = 5
 
 
