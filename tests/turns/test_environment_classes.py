@@ -125,7 +125,7 @@ def test_cached_functions_of_a_file_reach_the_process():
 def test_the_command_of_an_evaluation_has_the_environment_of_the_run(path):
     config = load_config([*KEYS, f"environment.path={path}", "environment.tools=[python]"])
     run = types.SimpleNamespace(trainer=types.SimpleNamespace(config=config))
-    keys = shlex.split(Run._environment_keys(run))
+    keys = shlex.split(Run._evaluation_keys(run))
     assert load_config([*KEYS, *keys]).environment == config.environment
 
 
@@ -133,4 +133,4 @@ def test_the_command_of_an_evaluation_names_a_class_of_the_program():
     with passing({"function:Base-12ab": Base}):
         config = load_config([*KEYS, "environment.path=function:Base-12ab"])
     run = types.SimpleNamespace(trainer=types.SimpleNamespace(config=config))
-    assert Run._environment_keys(run) == " environment.path=FILE.py:Base"
+    assert Run._evaluation_keys(run) == " environment.path=FILE.py:Base"
