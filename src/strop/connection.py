@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx2
 
+from strop.errors import ConfigError
+
 _LARGEST = 64 << 20
 
 
@@ -22,14 +24,16 @@ class Lost(Exception):
         by_deadline: bool = False,
         is_stale: bool = False,
         is_error: bool = False,
+        is_busy: bool = False,
         tokens: int = 0,
     ) -> None:
         """``is_stale``: the server has been started again, without the run's weights.
 
-        ``is_error``: the server itself says that it failed.
+        ``is_error``: the server itself says that it failed. ``is_busy``: that it has too many requests.
         """
         super().__init__(why)
         self.by_deadline, self.is_stale, self.is_error, self.tokens = by_deadline, is_stale, is_error, tokens
+        self.is_busy = is_busy
 
 
 class Refused(Exception):
@@ -43,7 +47,13 @@ class Connection:
     """
 
     def __init__(self, url: str, token: str | None, proxy: str | None = None) -> None:
-        """``url``: http or https, or ``unix:`` and the path of a socket."""
+        """``url``: http or https, or ``unix:`` and the path of a socket.
+
+        Raises ``ConfigError`` for a token that no header takes.
+        """
+        token = None if token is None else token.strip()  # files of secrets end with a new line
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ConfigError(f"the token of {url} has characters that no header takes")
         self.url, self.has_token = url, token is not None
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -67,7 +77,7 @@ class Connection:
     ) -> dict[str, Any]:
         """Return the JSON object of an answer, {} if it is empty; without a ``body`` the method is GET.
 
-        Raises ``Lost``, or ``Refused`` for a status from 300 to 499.
+        Raises ``Lost``, or ``Refused`` for a status from 300 to 499 but 408 and 429.
         """
         method, raw = "GET" if body is None else "POST", bytearray()
         headers = None if with_token else {"authorization": ""}
@@ -85,8 +95,11 @@ class Connection:
         except httpx2.HTTPError as error:
             raise Lost(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 300:
+            is_busy = response.status_code in (408, 429)
             text = f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}"
-            raise Lost(text, is_error=True) if response.status_code >= 500 else Refused(text)
+            if response.status_code >= 500 or is_busy:
+                raise Lost(text, is_error=not is_busy, is_busy=is_busy)
+            raise Refused(text)
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(raw or b"{}"), dict):
                 return found

@@ -125,6 +125,7 @@ def fault_of_url(url: str, token_key: str) -> str | None:
         is_url = False
     if not is_url:
         return f"{url!r} is no URL; expected http://HOST:PORT"
-    if "@" in parts.netloc:
-        return f"{parts.hostname} has a login, which config.yaml would show; name a token in {token_key}"
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        what = "a login" if "@" in parts.netloc else "a query"
+        return f"{parts.hostname} has {what}, which config.yaml would show; name a token in {token_key}"
     return None

@@ -17,8 +17,9 @@ import pytest
 
 from strop.config.checks.check import check
 from strop.config.load import load_config
+from strop.connection import Connection
 from strop.errors import ConfigError, RewardError
-from strop.rewards.judge import number_in, rubric_of, text_of, with_judge
+from strop.rewards.judge import number_in, reason_of_silence, rubric_of, text_of, with_judge
 
 from builders import write_prompts
 from messages import naming
@@ -54,7 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         self.server.headers.append(dict(self.headers))
         status, text = self.server.say(body["messages"][0]["content"], len(self.server.bodies))
-        self._send(status, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+        message, end = {"role": "assistant", "content": text}, "length" if text.endswith("...") else "stop"
+        self._send(status, {"choices": [{"message": message, "finish_reason": end}]})
 
     def _send(self, status: int, answer: Any) -> None:
         raw = json.dumps(answer).encode()
@@ -85,24 +87,56 @@ def section(url: str, **keys: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("answer", "number"),
+    ("answer", "scale", "number"),
     [
-        ("8", 8),
-        ("Right but for the unit. 7/10", 7),
-        ("2 of 4 steps are right.\n\n**5 out of 10**", 5),
-        ("Score: 7.5.", 7.5),
-        ("10/10", 10),
-        ("First 3, then 9 / 10.", 9),
-        ("10", 10),
+        ("8", (0, 10), 8),
+        ("Right but for the unit. 7/10", (0, 10), 7),
+        ("2 of 4 steps are right.\n\n**5 out of 10**", (0, 10), 5),
+        ("Score: 7.5.", (0, 10), 7.5),
+        ("10/10", (0, 10), 10),
+        ("First 3, then 9 / 10.", (0, 10), 9),
+        ("10" + "\n" * 30_000, (0, 10), 10),
+        ("7/10.0", (0, 10), 7),
+        ("0.5/1.0", (0, 1), 0.5),
+        ("8 of 10", (0, 10), 8),
+        ("8/**10**", (0, 10), 8),
+        ("8 out of a possible 10", (0, 10), 8),
+        ("3 on a scale from 0 to 10", (0, 10), 3),
+        ("7/10 (0 to 10)", (0, 10), 7),
+        ("On a scale of 0-10: 4", (0, 10), 4),
+        ("1,000", (0, 1000), 1000),
+        ("5/1000000", (0, 1_000_000), 5),
+        ("\u22123", (-5, 5), -3),
+        (".5", (0, 1), 0.5),
+        ("70%", (0, 100), 70),
+        ("<think>first 3, then 2</think> 6", (0, 10), 6),
     ],
 )
-def test_the_last_number_of_an_answer_counts(answer: str, number: float):
-    assert number_in(answer, 0, 10) == number
+def test_the_last_number_of_an_answer_counts(answer: str, scale: tuple[float, float], number: float):
+    assert number_in(answer, *scale) == number
 
 
-@pytest.mark.parametrize("answer", ["good", "", "100", "-1", "v2 is a name"])
-def test_an_answer_without_a_number_of_the_scale_is_an_error(answer: str):
-    with pytest.raises(RewardError, match="number"):
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "good",
+            "",
+            "100",
+            "-1",
+            "v2 is a name",
+            "8,5",
+            "1e-3",
+            "7-8",
+            "$\\frac{7}{10}$",
+            "7 or 8x",
+            "1.2.3",
+        ),
+        *("<think>first 3, then 2", "<think>5 or 6</think> I cannot say"),
+    ],
+)
+def test_an_answer_without_a_plain_number_of_the_scale_is_an_error(answer: str):
+    with pytest.raises(RewardError, match="judge"):
         number_in(answer, 0, 10)
 
 
@@ -154,7 +188,8 @@ def test_a_chat_is_shown_with_its_roles():
 
 
 FAILURES: dict[str, tuple[Say, str]] = {
-    "no number": (lambda text, number: (200, "good"), "no number"),
+    "no number": (lambda text, number: (200, "good"), "no plain number"),
+    "cut": (lambda text, number: (200, "Step 2..."), "cut at the server's limit"),
     "beyond the scale": (lambda text, number: (200, "80"), "beyond 0 to 10"),
     "slow": (_slow, "longer than 1 s"),
     "failing": (lambda text, number: (500, "8"), "500"),
@@ -181,7 +216,7 @@ def test_a_judge_that_is_down_stops_the_run_by_its_name(make: Any, batch_of: Any
     with contextlib.closing(ThreadingHTTPServer(("127.0.0.1", 0), _Handler).socket) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     manager = make(parts=with_judge({"rule": 0}, section(url)), max_error_rate=0.0, timeout_s=30)
-    with pytest.raises(RewardError, match=naming(f"the judge at {url} does not answer")):
+    with pytest.raises(RewardError, match=naming(f"the judge at {url}/v1 does not answer")):
         manager(batch_of(["a"], ["7"]))
 
 
@@ -202,6 +237,55 @@ def test_a_rubric_of_a_file_is_filled_in_one_pass(serve: Any, make: Any, batch_o
     assert server.bodies[0]["messages"][0]["content"] == "P 1+2= R 9 T {response} {other}"
 
 
+def test_a_judge_that_is_busy_is_asked_until_it_is_not(serve: Any, make: Any, batch_of: Any):
+    server = serve(lambda text, number: (429, "") if number < 4 else (200, "5"))
+    manager = make(parts=with_judge({"rule": 0}, section(server.url)), max_error_rate=0.0, timeout_s=30)
+    assert manager(batch_of(["a"], ["7"])).token_level_scores.sum().item() == pytest.approx(0.5)
+
+
+def test_a_validation_by_a_rule_does_not_ask_the_judge(serve: Any, make: Any, batch_of: Any):
+    server = serve(lambda text, number: (200, "no"))
+    manager = make(parts=with_judge({}, section(server.url)))
+    batch = batch_of(["3", "4"], ["3", "3"])
+    batch.meta_info["mode"] = "validate"
+    assert manager(batch).token_level_scores.sum(dim=1).tolist() == [1.0, 0.0]
+    assert server.bodies == []
+
+
+def test_a_long_text_is_no_path_and_a_key_is_stripped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rubric = "Rate it: / " * 60 + "{response}"
+    keys = (f"reward_model.judge.rubric='{rubric}'", "reward_model.judge.url=http://127.0.0.1:8")
+    config = load_config(overrides(tmp_path, tmp_path / "run", *keys))
+    assert not any("judge" in line for line in check(config).errors)
+    assert rubric_of(config.reward_model.judge.rubric) == rubric
+    assert Connection("http://127.0.0.1:8", "key\n")._client.headers["authorization"] == "Bearer key"
+    with pytest.raises(ConfigError, match=r"^(?!.*secret).*no header takes"):
+        Connection("http://127.0.0.1:8", "secret\u20ac")
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("http://h:1/v1", "http://h:1/v1"),
+        ("https://h/v1beta/openai/", "https://h/v1beta/openai"),
+        ("https://h/api/v1/chat/completions", "https://h/api/v1"),
+    ],
+)
+def test_addresses_of_services(url: str, base: str):
+    assert with_judge({}, section(url))["judge"]["kwargs"]["url"] == base
+
+
+def test_check_asks_the_judge_once(serve: Any):
+    server = serve(lambda text, number: (200, "5"))
+    assert reason_of_silence(section(server.url)) is None
+    server.shutdown()
+    server.server_close()
+    assert server.url in str(reason_of_silence(section(server.url)))
+    assert server.bodies == []
+
+
 @pytest.mark.parametrize("rubric", ["rubrik.txt", "Rate it."])
 def test_a_rubric_without_the_response_is_refused(rubric: str):
     with pytest.raises(ConfigError, match=naming(rubric, "{response}")):
@@ -212,6 +296,7 @@ def test_a_rubric_without_the_response_is_refused(rubric: str):
     ("keys", "words"),
     [
         (["url=localhost:8000"], ("reward_model.judge.url", "localhost:8000", "http://HOST:PORT")),
+        (["url='http://127.0.0.1:8/v1?key=1'"], ("reward_model.judge.url", "query", "token_env")),
         (["url=http://ada:pw@host/v1"], ("reward_model.judge.url", "login", "token_env")),
         (["url=https://api.example.org"], ("reward_model.judge.url", "token_env")),
         (["url=http://127.0.0.1:8", "token_env=NOT_SET"], ("token_env=NOT_SET", "not set")),

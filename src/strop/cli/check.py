@@ -243,6 +243,10 @@ def check_inputs(
     if isinstance(config, Config):
         for level, text in ROLLOUTS[config.actor_rollout_ref.rollout.name].outside(config):
             (errors if level == "error" else warnings).append(text)
+        if (judge := config.reward_model.judge).url is not None and not errors:
+            from strop.rewards.judge import reason_of_silence  # takes the time of an HTTP client's import
+
+            warnings += filter(None, [reason_of_silence(judge)])
     return warnings, errors, scored, turns, pictured
 
 

@@ -23,6 +23,7 @@ from strop.config.names import NO_REWARD, REWARD_MANAGERS, defining_file, is_imp
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import NOT_COMPARED, SAME, SAME_AHEAD, SAME_MODEL
+from strop.errors import ConfigError
 from strop.passed import is_function
 
 _UNKNOWN = object()
@@ -91,9 +92,10 @@ def files_of(tree: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[tupl
     for key, facts in all_keys(schema).items():
         value = value_in(tree, key) if facts.names_files else None
         paths = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-        local = [expand(path) for path in paths if path and not is_url(path)]
-        if local and len(local) == len(paths) and all(map(os.path.exists, local)):
-            yield key, local
+        with contextlib.suppress(ConfigError):  # a text that no file system takes as a name
+            local = [expand(path) for path in paths if path and not is_url(path)]
+            if local and len(local) == len(paths) and all(map(os.path.exists, local)):
+                yield key, local
 
 
 def named_files(tree: Mapping[str, Any], config: RootConfig) -> dict[str, list[str]]:
@@ -216,4 +218,6 @@ def others_like(folder: Path) -> list[Path]:
 
 
 def _absolute(path: Any) -> str:
-    return str(path) if is_url(str(path)) else os.path.abspath(expand(str(path)))
+    with contextlib.suppress(ConfigError):  # as above
+        return str(path) if is_url(str(path)) else os.path.abspath(expand(str(path)))
+    return str(path)

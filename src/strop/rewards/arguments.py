@@ -192,6 +192,8 @@ class Function:
         self.is_async = is_async(function)
         self.takes_all: bool = getattr(function, "takes_all", False)
         """True for ``**kwargs``."""
+        self.of_any_source: bool = getattr(function, "of_any_source", False)
+        """True for a judge: what it scores needs no scorer of its data source."""
         self.ordered: tuple[str, ...] = ()
         """Parameters, in their order."""
         own: frozenset[str] | None = getattr(function, "argument_names", None)  # of built-in scorers

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from strop.config.paths import expand
 from strop.config.reward_parts import JUDGE, KEY
 from strop.connection import Connection, Lost, Refused
-from strop.errors import ConfigError, RewardError
+from strop.errors import ConfigError, RewardError, raised_as
 
 _RUBRIC = """\
 Rate an answer to a task.
@@ -40,10 +41,18 @@ Say in a few sentences what is right in the answer and what is wrong. Then write
 on a line of its own, at the end: LOW for an answer that is wrong or of no use, HIGH for one that is right.
 """
 _PLACE = re.compile(r"\{(prompt|response|ground_truth)\}")
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")
+_WORD = re.compile(r"[^\s/()\[\]:;=\"']+")
+_PLAIN = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(rf"{_PLAIN}%?")
+_RANGE = re.compile(rf"(?<![\w.,])({_PLAIN})\s{{0,3}}(?:to|and|-|–)\s{{0,3}}({_PLAIN})(?![\w.,]*\d)")
+_OF = re.compile(r"\s*(?:/|(?:out\s+)?of)(?:\s+an?)?(?:\s+(?:possible|maximum|total))?(?:\s+of)?\s*")
 _PAUSES_S = (0.5, 2.0)
 """Before a lost request is made again; the sample's deadline is ``reward_model.timeout_s``."""
-_NO_LIMIT_S = 86_400.0
+_BUSY_S = 8.0
+"""Longest pause before one that a server with too many requests has turned away, again and again."""
+_NO_LIMIT_S, _CHECK_S = 86_400.0, 10.0
+_LONGEST_SHOWN = 20_000
+"""Characters of an answer in the files of samples: its end, where the number is."""
 
 _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Connection]]
 _connections = weakref.WeakKeyDictionary()
@@ -62,8 +71,9 @@ def with_judge(parts: dict[str, Any], judge: Any) -> dict[str, Any]:
         raise ConfigError(
             f"{KEY}.{JUDGE}: reward_model.judge.url gives it; give your own scorer another name"
         )
+    url = judge.url.rstrip("/").removesuffix("/chat/completions")
     options = {
-        "url": judge.url.rstrip("/").removesuffix("/v1"),
+        "url": url if urlsplit(url).path else f"{url}/v1",
         "token_env": judge.token_env,
         "model": judge.model,
         "rubric": rubric_of(judge.rubric),
@@ -76,8 +86,11 @@ def rubric_of(rubric: str | None) -> str | None:
     """Return the text of ``reward_model.judge.rubric``, of a file its content; None: the built-in one."""
     if rubric is None:
         return None
-    if (file := Path(expand(rubric))) and os.path.isfile(file):
-        rubric = file.read_text(encoding="utf-8")
+    if "{response}" in rubric:
+        return rubric
+    if os.path.isfile(file := expand(rubric)):
+        with raised_as(ConfigError, f"reward_model.judge.rubric={file}", OSError, UnicodeDecodeError):
+            rubric = Path(file).read_text(encoding="utf-8")
     if "{response}" not in rubric:
         raise ConfigError(
             f"reward_model.judge.rubric={rubric[:80]!r}: there is no such file, and as a text it has no "
@@ -85,6 +98,20 @@ def rubric_of(rubric: str | None) -> str | None:
             "{ground_truth} are replaced"
         )
     return rubric
+
+
+def reason_of_silence(judge: Any) -> str | None:
+    """Return why the server of the section ``judge`` does not answer; None if it does."""
+    options = with_judge({}, judge)[JUDGE]["kwargs"]
+
+    async def ask() -> None:
+        await Connection(options["url"], os.environ.get(judge.token_env or "")).call("/models", _CHECK_S)
+
+    try:
+        asyncio.run(ask())
+    except (Lost, Refused) as error:
+        return f"reward_model.judge.url={judge.url} does not answer: {error}"
+    return None
 
 
 async def rate(
@@ -102,26 +129,32 @@ async def rate(
 
     Raises ``RewardError`` if the judge does not answer, or without a number of its scale.
     """
-    low, high = scale
+    (low, high), has_truth = scale, ground_truth not in (None, "")
     if rubric is None:
-        rubric = _RUBRIC + (_WITH_TRUTH if ground_truth is not None else "") + _END
+        rubric = _RUBRIC + (_WITH_TRUTH if has_truth else "") + _END
         rubric = rubric.replace("LOW", f"{low:g}").replace("HIGH", f"{high:g}")
-    elif ground_truth is None and "{ground_truth}" in rubric:
+    elif not has_truth and "{ground_truth}" in rubric:
         raise RewardError("reward_model.judge.rubric has {ground_truth}, and this row has none")
     values = {"prompt": text_of(messages), "response": response, "ground_truth": str(ground_truth)}
     asked = _PLACE.sub(lambda place: values[place[1]], rubric)  # in one pass: a response may have {prompt}
-    connection = _connection(url, token_env)
-    for pause_s in (*_PAUSES_S, None):
+    connection, pauses, busy_s = _connection(url, token_env), list(_PAUSES_S), 0.5
+    while True:
         try:
             answer = await _chat(connection, model, asked)
             break
         except Lost as lost:
-            if pause_s is None:
+            if not lost.is_busy and not pauses:
                 raise RewardError(f"the judge at {url} does not answer: {lost}") from None
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(busy_s if lost.is_busy else pauses.pop(0))
+            busy_s = min(2 * busy_s, _BUSY_S)
         except Refused as refused:
+            _served.pop(url, None)  # another model may be there
             raise RewardError(f"the judge at {url} refuses: {refused}") from None
-    return {"score": (number_in(answer, low, high) - low) / (high - low), "prompt": asked, "answer": answer}
+    score = (number_in(answer, low, high) - low) / (high - low)
+    return {"score": score, "prompt": asked, "answer": answer[-_LONGEST_SHOWN:]}
+
+
+rate.of_any_source = True  # ty: ignore[missing-attribute]
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -139,35 +172,53 @@ def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
 def number_in(answer: str, low: float, high: float) -> float:
     """Return the last number of an answer; in "7/10" and "7 out of 10" that is 7.
 
-    Raises ``RewardError`` if there is none, or if it is beyond the scale.
+    Raises ``RewardError`` if there is none, if it is beyond the scale, or if it is not plain, as in "7-8": a
+    policy would learn whatever makes a judge write what is misread.
     """
-    found = _NUMBER.findall(re.sub(rf"\s*(?:/|\bout of\b)\s*{high:g}(?![\d.]*\d)", "", answer))
-    if not found:
-        raise RewardError(f"the judge's answer has no number: {answer[-200:]!r}")
-    if not low <= float(found[-1]) <= high:
-        raise RewardError(f"the judge's number is {found[-1]}, beyond {low:g} to {high:g}: {answer[-200:]!r}")
-    return float(found[-1])
+    _, _, said = answer.rpartition("</think>")
+    said = re.sub(r"[*_`$]", "", said.replace("\u2212", "-")).strip()
+    if "<think>" in said:
+        raise RewardError(f"the judge thought, and did not answer: {said[-200:]!r}")
+    said = _RANGE.sub(lambda ends: "" if [*map(_value, ends.groups())] == [low, high] else ends[0], said)
+    words = [word for word in _WORD.finditer(said) if re.search(r"\d", word[0])]
+    numbers = [_value(word[0].rstrip(",.!?")) for word in words[-2:]]
+    if len(numbers) == 2 and numbers[1] == high and _OF.fullmatch(said, words[-2].end(), words[-1].start()):
+        numbers.pop()
+    if not numbers or numbers[-1] is None:
+        raise RewardError(f"the judge's answer ends with no plain number: {said[-200:]!r}")
+    if not low <= numbers[-1] <= high:
+        raise RewardError(
+            f"the judge's number {numbers[-1]:g} is beyond {low:g} to {high:g}: {said[-200:]!r}"
+        )
+    return numbers[-1]
+
+
+def _value(word: str) -> float | None:
+    return float(word.rstrip("%").replace(",", "")) if _NUMBER.fullmatch(word) else None
 
 
 async def _chat(connection: Connection, model: str | None, text: str) -> str:
     """Return the answer to one user message, by greedy decoding. Raises ``Lost`` and ``Refused``."""
     if model is None and (model := _served.get(connection.url)) is None:
-        models: Any = (await connection.call("/v1/models", _NO_LIMIT_S)).get("data")
+        models: Any = (await connection.call("/models", _NO_LIMIT_S)).get("data")
         try:
             model = _served[connection.url] = str(models[0]["id"])
         except (TypeError, LookupError):
-            raise Refused(f"/v1/models names no model: {str(models)[:200]}") from None
+            raise Refused(f"/models names no model: {str(models)[:200]}") from None
     body = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         "seed": 0,
     }
-    found = await connection.call("/v1/chat/completions", _NO_LIMIT_S, body)
+    found = await connection.call("/chat/completions", _NO_LIMIT_S, body)
     try:
-        answer = found["choices"][0]["message"]["content"]
-    except (TypeError, LookupError):
+        choice = found["choices"][0]
+        answer, end = choice["message"]["content"], choice.get("finish_reason")
+    except (TypeError, LookupError, AttributeError):
         raise Lost(f"an answer of another form: {str(found)[:200]}") from None
+    if end == "length":
+        raise RewardError(f"the judge's answer was cut at the server's limit: {str(answer)[-200:]!r}")
     return "" if answer is None else str(answer)
 
 

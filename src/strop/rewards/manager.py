@@ -19,7 +19,6 @@ from strop.algorithms.registry import name_of, resolve
 from strop.config.reward_parts import (
     BUILT_IN,
     ENVIRONMENT,
-    JUDGE,
     KEY,
     NON_STOP_PENALTY,
     OTHER_SOURCES,
@@ -514,7 +513,7 @@ class RewardManager(Reward):
                 elif scorer is not None and isinstance(scorer.function, BuiltInScorer):
                     scorer.function.require_ready(self._timeout_s)
             others = [REWARD_MODEL] * has_reward_model
-            others += [JUDGE] * (JUDGE in self._part_scorers)
+            others += [name for name, part in self._part_scorers.items() if part.of_any_source]
             others += [ENVIRONMENT] * (self.by_environment and by_environment)
             self.composition.require_scored(
                 source, has_rule=has_rule, others=others, known=self._sources or ()
@@ -538,7 +537,7 @@ class RewardManager(Reward):
         own = self._own_functions()
         if self.scorer.is_async and not is_check:
             return None
-        (parts,) = self._required(prompts, has_model=has_reward_model)
+        (parts,) = map(self._without_judges, self._required(prompts, has_model=has_reward_model))
         if not parts:
             return None
         (fields,) = row_fields(prompts, self.reward_fn_key)
@@ -581,7 +580,7 @@ class RewardManager(Reward):
     def _own_functions(self) -> list[Function]:
         """Return the user's functions: the custom one, and those of parts."""
         own = [] if self._router is not None else [self.scorer.own]
-        parts = self._part_scorers.values()
+        parts = [part for part in self._part_scorers.values() if not part.of_any_source]
         return [*own, *(part for part in parts if not isinstance(part.function, BuiltInScorer))]
 
     def is_built_in(self, source: str) -> bool:
@@ -609,7 +608,16 @@ class RewardManager(Reward):
         self.require_scored(sources, has_reward_model=has_model)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
         by_model = [has_model and (target or {}).get("style") == "model" for target in targets]
-        return [
+        required = [
             self.composition.required(source, has_rule=not model_alone and self._has_scorer(source))
             for source, model_alone in zip(sources, by_model, strict=True)
         ]
+        if (
+            prompts.meta_info.get("mode") == "validate"
+        ):  # a rule decides alone, and its failure must be its own
+            return [self._without_judges(parts) if RULE in parts else parts for parts in required]
+        return required
+
+    def _without_judges(self, parts: Iterable[str]) -> tuple[str, ...]:
+        scorers = self._part_scorers
+        return tuple(name for name in parts if name not in scorers or not scorers[name].of_any_source)
