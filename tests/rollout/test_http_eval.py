@@ -184,6 +184,17 @@ def test_servers_that_do_not_answer_are_errors_at_once(inputs, tmp_path, capsys,
     assert not live.bodies()
 
 
+def test_an_adapter_is_not_what_servers_have(inputs, tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"task_type": "CAUSAL_LM", "base_model_name_or_path": str(inputs / "model")})
+    )
+    data = ["--data", str(inputs / "val.parquet")]
+    assert main(["eval", str(tmp_path), *data, "--server", "http://127.0.0.1:9"]) == 2
+    assert mentions(capsys.readouterr().err, "is an adapter", str(inputs / "model"))
+    assert main(["eval", str(inputs / "model"), *data, "--token-env", "KEY"]) == 2
+    assert mentions(capsys.readouterr().err, "--token-env=KEY", "--server")
+
+
 def test_a_server_with_its_token_is_evaluated(inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN", "secret")
     server = FakeVLLM(vocabulary=SIZE, token="secret")

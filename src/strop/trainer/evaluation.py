@@ -173,6 +173,13 @@ def settings(
             "default_local_dir": str(out or free_folder(model)),
         },
     }
+    if server and base is not None:
+        raise ConfigError(
+            f"{model} is an adapter, which servers do not apply: they answer by their own weights. Give the "
+            f"model whose tokenizer they have, as {base}"
+        )
+    if token_env is not None and not server:
+        raise ConfigError(f"--token-env={token_env}: it is of servers, and there is no --server")
     if server:
         keys["actor_rollout_ref.rollout.http"] = {"urls": list(server), "keep_weights": True}
         keys["trainer.n_gpus_per_node"] = 1  # it sends requests
