@@ -100,7 +100,7 @@ def source_in(
 
 def auto_class(folder: Path) -> str:
     """Return the class of transformers that loads a folder with a model, or with an adapter of one."""
-    found = _architecture(folder)
+    found = architecture_of(folder)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         adapter = json.loads((folder / ADAPTER_CONFIG).read_text())
         found = str(adapter["task_type"])
@@ -114,14 +114,14 @@ def auto_class(folder: Path) -> str:
 
 def defined_by_strop(folder: Path) -> bool:
     """Return True if transformers has no class for the scorer in a folder; see ``strop docs models``."""
-    if not (found := _architecture(folder)).endswith("ForSequenceClassification"):
+    if not (found := architecture_of(folder)).endswith("ForSequenceClassification"):
         return False
     import transformers  # takes a second
 
     return found not in dir(transformers)
 
 
-def _architecture(folder: Path) -> str:
+def architecture_of(folder: Path) -> str:
     """Return the class that the configuration in a folder names; "" if there is none."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         return str(json.loads((folder / "config.json").read_text())["architectures"][0])

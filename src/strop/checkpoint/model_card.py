@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from strop.checkpoint.folder import auto_class, defined_by_strop
+from strop.checkpoint.folder import architecture_of, auto_class, defined_by_strop
 from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
 from strop.config.trees import TREES, Tree
@@ -46,7 +46,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     folder = run_folder or _NO_RUN
     config = redacted(_read(folder / CONFIG_FILE, yaml.safe_load))
     values, command = values_of(config), _command(config)
-    architecture = str(next(iter(_read(model / "config.json", json.loads).get("architectures") or ()), ""))
+    architecture = architecture_of(model)
     scores = architecture.endswith("ForSequenceClassification")
     base = values.get("actor_rollout_ref.model.path") or values.get("model.path")
     if architecture.endswith("ForTokenClassification"):

@@ -56,6 +56,7 @@ _LONGEST_SHOWN = 20_000
 
 _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Connection]]
 _connections = weakref.WeakKeyDictionary()
+"""By event loop. Each reads the certificates of services, which takes 20 ms of CPU time."""
 _served: dict[str, str] = {}
 """Name of the model of a server that is to name it itself."""
 
