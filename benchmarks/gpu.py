@@ -8,15 +8,18 @@ bfloat16 against float32, and the log-probs of the hf rollout against a forward 
 layer alone, with Triton's kernels and with torch's operations; generation, log-probs and update of random
 models with Qwen2.5's sizes, beside a plain training step of transformers on the same tokens (the floor);
 generation by vLLM where it is installed, in a separate process, and its weights and log-probs after a sleep;
-and the update again, with one setting changed at a time. Needs no network and no data. Cases that fail or
-that the budget (seconds) leaves out are named, and every row is written at once. A model whose training does
-not fit into the memory is trained with fewer layers, which are named: "7B, 9 of 28 layers".
+whole steps of GRPO and of PPO by `strop.train`, from prompts to updated weights, with a reward function and,
+for PPO, reference and critic; and the update again, with one setting changed at a time. Needs no network and
+no data. Cases that fail or that the budget (seconds) leaves out are named, and every row is written at once.
+A model whose training does not fit into the memory is trained with fewer layers, which are named with the
+output layer's share of the operations: "7B, 9 of 28 layers, head 31%".
 
 MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
 once for all of its samples, relative to the card's published peak, as peers do, and, as "of measured", to its
 own speed in a matrix product of 8192 x 8192 in the same run. Tokens per second of an update and of log-probs
 count the prompt of every sample, those of generation new tokens only. Comparisons stop at two fifths of the
-budget. Without a GPU everything runs on the CPU with a tiny model, as a test of this program.
+budget; what is under way 15 seconds after its end is given up. Without a GPU everything runs on the CPU with
+a tiny model, as a test of this program.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ import itertools
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +49,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from strop.algorithms import output_layer
 from strop.algorithms.logprobs import token_log_probs
@@ -80,6 +86,15 @@ PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B
 
 SHARE_OF_COMPARISONS = 0.4
 """Of the budget, from which on speed is measured."""
+
+OVER_S = 15
+"""Seconds for which a measurement may go on after the end of the budget."""
+
+STEPS = 4
+"""Of a run of ``strop.train``; the first, which compiles and allocates, is not measured."""
+
+PARTS = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync_weights")
+"""Of a step, of those that ``strop.train`` times."""
 
 Line = dict[str, Any]
 """A row of the table: title -> figure or text."""
@@ -186,6 +201,18 @@ def build(size: Size, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     with device:
         return Qwen2ForCausalLM(size.config()).eval()
+
+
+def words(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose token ``i`` is the word ``w<i>``; 0 pads, 1 ends."""
+    made = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocabulary)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w1")
+
+
+def varied(response: str) -> float:
+    """Score a response by its letters, so that samples of a prompt differ."""
+    return len(response) % 10 / 10
 
 
 def batch_of(prompts: int, n: int, prompt: int, response: int, vocabulary: int, *, uneven: bool) -> DataProto:
@@ -593,10 +620,18 @@ class Case:
         """Return the case with as many layers as can be trained on this device."""
         if self.clock.device.type == "cpu":
             return self
-        size = self.size.fitting(torch.cuda.mem_get_info()[1], self.micro.max_tokens)
+        return self.cut(self.size.fitting(torch.cuda.mem_get_info()[1], self.micro.max_tokens))
+
+    def cut(self, size: Size) -> Case:
+        """Return the case with fewer layers, which its name tells with the output layer's share."""
         if size == self.size:
             return self
-        return replace(self, name=f"{self.name}, {size.layers} of {self.size.layers} layers", size=size)
+        case, batch = replace(self, size=size), self.batches["full"]
+        head = 6 * size.vocabulary * size.hidden * float(batch.batch["response_mask"].sum())
+        share = head / operations(size, case.parameters, batch, self.n, trains=True)
+        return replace(
+            case, name=f"{self.name}, {size.layers} of {self.size.layers} layers, head {share:.0%}"
+        )
 
     def inference(self) -> None:
         """Measure generation and log-probs."""
@@ -664,28 +699,96 @@ class Case:
 
     def vllm(self) -> None:
         """Run ``vllm_here`` in a separate process, which frees vLLM's memory at its end."""
-        phase: Line = {"model": self.name, "phase": "generation (vllm)"}
-        why_not = "budget" if self.clock.left() < 0 else "" if find_spec("vllm") else "not installed"
+        self.by_itself("vllm", "generation (vllm)", needs="vllm")
+
+    def steps(self) -> None:
+        """Run ``step_here`` for each algorithm, in processes of their own."""
+        for algorithm in ("grpo", "ppo"):
+            self.by_itself(algorithm, f"{algorithm.upper()} step", needs="pydantic")
+
+    def by_itself(self, part: str, phase: str, *, needs: str) -> None:
+        """Run ``part`` in a process of its own, until the budget ends."""
+        line: Line = {"model": self.name, "phase": phase}
+        missing = "" if find_spec(needs) else "not installed" if needs == part else f"no {needs}"
+        why_not = "budget" if self.clock.left() < 0 else missing
         if why_not:
-            self.table.add(phase | {"note": f"not run: {why_not}"})
+            self.table.add(line | {"note": f"not run: {why_not}"})
             return
         self.clock.forget()
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "vllm.json"
-            command = [sys.executable, __file__, "--vllm", self.name, str(self.matrix_speed), str(out)]
+            out = Path(folder) / "lines.json"
+            left = max(self.clock.left(), 1)
+            command = [sys.executable, __file__, "--budget", str(left)]
+            command += ["--part", part, self.name, str(self.matrix_speed), str(out)]
             try:
-                child = subprocess.run(
-                    command, capture_output=True, text=True, timeout=max(self.clock.left(), 1), check=False
-                )
+                child = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
             except subprocess.TimeoutExpired:
-                self.table.add(phase | {"note": "not finished: budget"})
+                self.table.add(line | {"note": "not finished: budget"})
                 return
             if child.returncode:
                 *_, why = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
-                self.table.add(phase | {"note": f"failed: {why}"})
+                self.table.add(line | {"note": f"failed: {why.replace('|', '/')}"})
                 return
-            for line in json.loads(out.read_text()):
-                self.table.add(line)
+            for found in json.loads(out.read_text()):
+                self.table.add(found)
+
+    def step_here(self, algorithm: str) -> None:
+        """Measure steps of a run, as a user starts it, with as many layers as fit.
+
+        A step of PPO trains two models and holds the reference; vLLM has memory of its own.
+        """
+        if self.clock.device.type == "cuda":
+            memory = torch.cuda.mem_get_info()[1] * (0.25 if algorithm == "ppo" else 0.6)
+            self.cut(self.size.fitting(memory, self.micro.max_tokens)).step(algorithm)
+        else:
+            self.step(algorithm)
+
+    def step(self, algorithm: str) -> None:
+        """Add the median step, with its parts."""
+        import strop  # not at the top: the other cases need neither pydantic nor hydra
+
+        line: Line = {"model": self.name, "phase": f"{algorithm.upper()} step", "lengths": "full"}
+        if not self.size.layers:
+            self.table.add(line | {"note": "not run: memory"})
+            return
+        samples, n = self.prompts * self.n, self.n if algorithm == "grpo" else 1
+        draw = random.Random(0)
+        rows = [
+            {"prompt": " ".join(f"w{draw.randrange(2, self.size.vocabulary)}" for _ in range(self.width))}
+            for _ in range(STEPS * samples // n)
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, "model")
+            build(self.size, self.clock.device).to(torch.bfloat16).save_pretrained(model)
+            words(self.size.vocabulary).save_pretrained(model)
+            self.clock.forget()
+            keys: dict[str, Any] = {
+                "data.train_batch_size": samples // n,
+                "data.max_prompt_length": self.width,
+                "data.max_response_length": self.width,
+                "data.apply_chat_template": False,
+                "algorithm.adv_estimator": "grpo" if algorithm == "grpo" else "gae",
+                "algorithm.kl_ctrl.kl_coef": 0.0 if algorithm == "grpo" else 0.001,
+                "actor_rollout_ref.rollout.n": n,
+                "actor_rollout_ref.rollout.ignore_eos": True,
+                "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": samples // n,
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": self.micro.max_tokens,
+                "critic.ppo_max_token_len_per_gpu": self.micro.max_tokens,
+                "trainer.total_training_steps": STEPS,
+                "trainer.default_local_dir": str(Path(folder, "run")),
+                "trainer.save_minutes": None,
+            }
+            run = strop.train(str(model), rows, varied, **keys)
+            steps = run.metrics[1:]
+
+        def median(name: str) -> float:
+            return statistics.median(step[name] for step in steps)
+
+        parts = [name for name in PARTS if f"timing_s/{name}" in steps[0]]
+        spent = ", ".join(f"{name} {median(f'timing_s/{name}'):.3f}" for name in parts)
+        speed = {"s": median("timing_s/step"), "tokens/s": median("perf/throughput")}
+        self.table.add(line | speed | {"note": f"s: {spent}"})
 
     def training(self) -> None:
         """Measure the update, and its floor; each frees its model at its end."""
@@ -693,8 +796,10 @@ class Case:
             self.table.add({"model": self.name, "phase": "update", "note": "not run: memory"})
             return
         self.update("update", self.batches)
-        self.update("update, checkpointing", self.batches, gradient_checkpointing=True)
+        why_not = reason_not_compiled(self.clock.device) if self.clock.device.type == "cuda" else "no GPU"
+        self.variant("compiled layers", why_not=why_not, compiled=True)
         self.floor()
+        self.update("update, checkpointing", self.batches, gradient_checkpointing=True)
 
     def update(
         self,
@@ -735,7 +840,6 @@ class Case:
         self.variant("FlexAttention", why_not=why, attention=FLEX)
         selective = {"attention": FLEX, "gradient_checkpointing": "selective"}
         self.variant("FlexAttention, selective checkpointing", why_not=why, **selective)
-        self.variant("compiled layers", why_not=why, compiled=True)
         with group_of_one(device):
             for name, settings in (
                 ("FSDP2", ShardingSettings()),
@@ -827,14 +931,17 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float(os.environ.get(BUDGET, "540")), help="seconds")
     parser.add_argument("--models", nargs="+", choices=SIZES, help="default: all, or tiny without a GPU")
     parser.add_argument("--out", type=Path, help="also write OUT.md and OUT.json")
-    parser.add_argument("--vllm", nargs=3, help=argparse.SUPPRESS)  # of Case.vllm
+    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)  # of Case.by_itself
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = Clock(device, time.perf_counter() + options.budget)
-    if options.vllm:
-        model, speed, out = options.vllm
+    if options.part:
+        part, model, speed, out = options.part
         case = Case(model, SIZES[model], clock, float(speed), Table([]))
-        case.vllm_here()
+        if part == "vllm":
+            case.vllm_here()
+        else:
+            case.step_here(part)
         Path(out).write_text(json.dumps(case.table.lines))
         return 0
     if device.type == "cuda":
@@ -865,14 +972,27 @@ def main() -> int:
         write()
 
     table = Table(lines, write)
+    wrong: list[Comparison] = []
+
+    def status() -> int:
+        return 1 if wrong or any(line.get("note", "").startswith("failed") for line in lines) else 0
+
+    def give_up() -> None:
+        table.add({"model": "", "phase": "what was under way, and the rest", "note": "not finished: budget"})
+        os._exit(status())  # nothing else ends a thread that compiles or waits for the device
+
+    end_of_budget = threading.Timer(options.budget + OVER_S, give_up)
+    end_of_budget.daemon = True
+    end_of_budget.start()
     print(text[0], flush=True)
     for what, found, bound in rightness(device):
         compared.append((what, found, bound))
+        if not found <= bound:
+            wrong.append(compared[-1])
         say(f"| {what} | {found:.1e} | {bound:.0e} | {'ok' if found <= bound else 'WRONG'} |")
         if clock.left() < options.budget * (1 - SHARE_OF_COMPARISONS):  # compiled engines take a minute each
             say("| others |  |  | not run: budget |")
             break
-    wrong = [line for line in compared if not line[1] <= line[2]]
     figures["matrix_product"] = peak = matrix_speed(clock, torch.bfloat16)
     titles = f"| {' | '.join(TITLES)} |\n|{' --- |' * 3}{' ---: |' * 5} --- |"
     known = published_peak(clock.card())
@@ -890,11 +1010,13 @@ def main() -> int:
             case.inference()
             case.that_fits().training()
     for case in cases:
+        case.steps()
+    for case in cases:
         case.vllm()
     for case in cases:
         case.that_fits().variants()
-    failed = [line for line in lines if line.get("note", "").startswith("failed")]
-    return 1 if wrong or failed else 0
+    end_of_budget.cancel()
+    return status()
 
 
 if __name__ == "__main__":

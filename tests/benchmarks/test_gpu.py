@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
 
 
+@pytest.fixture(autouse=True)
+def no_end(monkeypatch):
+    """Let a test that sets a budget of 0 finish on a busy machine."""
+    monkeypatch.setattr(gpu, "OVER_S", 600)
+
+
 @pytest.mark.slow
 def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
@@ -28,6 +35,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
+        *("GRPO step", "PPO step"),
         *("weights to vLLM in the process", "weights to vLLM after sleep", "generation (vllm)"),
         *("update, segments of fixed size", "update, 8 rows a pass"),
         *("update, padded", "update, no shared prompts", "update, selective checkpointing"),
@@ -73,7 +81,7 @@ def test_a_case_that_fails_is_a_row_and_every_row_is_on_disk(monkeypatch, tmp_pa
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
     monkeypatch.setattr(gpu, "rightness", lambda device: [])
     monkeypatch.setattr(gpu, "engine_of", failing)
-    for part in ("inference", "training", "vllm"):
+    for part in ("inference", "training", "steps", "vllm"):
         monkeypatch.setattr(gpu.Case, part, lambda case: None)
     assert gpu.main() == (note != "out of memory")
     lines = {line["phase"]: line for line in json.loads((tmp_path / "gpu.json").read_text())["speed"]}
@@ -155,6 +163,35 @@ def _measure_without(absent: list[str]) -> None:
     case.floor()
     case.vllm()
     print(json.dumps(lines))
+
+
+def test_what_is_under_way_at_the_end_of_the_budget_is_given_up(tmp_path):
+    began = time.monotonic()
+    done = forked.run(_measure_for_ever, str(tmp_path / "gpu"))
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1  # of the comparison that came before
+    *_, last = json.loads((tmp_path / "gpu.json").read_text())["speed"]
+    assert last == {"model": "", "phase": "what was under way, and the rest", "note": "not finished: budget"}
+
+
+def _measure_for_ever(out: str) -> None:
+    sys.argv = ["gpu.py", "--models", "tiny", "--budget", "1", "--out", out]
+    gpu.OVER_S = 1
+    gpu.rightness = lambda device: [("log-probs", 0.5, 1e-4)]
+    gpu.head_speed = lambda clock, table: time.sleep(600)
+    gpu.main()
+
+
+def test_a_cut_model_tells_its_layers_and_the_share_of_the_output_layer():
+    """Two products a parameter and token; attention over 32 tokens is below a thousandth."""
+    seven, table = gpu.SIZES["7B"], gpu.Table([])
+    case = gpu.Case("7B", seven, gpu.Clock(gpu.torch.device("cpu"), math.inf), 1.0, table)
+    assert case.cut(seven) is case
+    two = case.cut(dataclasses.replace(seven, layers=2))
+    tokens, prompts = 2 * 2 * 16, 2 * 16
+    head = 2 * tokens * seven.vocabulary * seven.hidden
+    body = 2 * (tokens + prompts) * (two.parameters - 2 * seven.vocabulary * seven.hidden)
+    assert two.name == f"7B, 2 of 28 layers, head {head / (head + body):.0%}"
 
 
 def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch, capsys):
