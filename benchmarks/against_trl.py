@@ -163,6 +163,7 @@ def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
         setting = replace(comparison.setting, **system.changes)
         limit = max(peak(DTYPES[setting.precision]), before[setting.precision])
         by_system[system.name]["of peak"] = share_of_peak(setting, runs[system.name], limit)
+        by_system[system.name]["peak"] = limit / 1e9
     peer = by_system[comparison.peer]
     return [row(comparison.setting, name, found, peer) for name, found in by_system.items()]
 
@@ -170,7 +171,8 @@ def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
 def row(setting: Setting, name: str, found: dict[str, float], peer: dict[str, float]) -> str:
     """Format a Markdown table row."""
     cells = [setting.name, name, *(f"{found[column]:.2f}" for column in COLUMNS)]
-    cells += [f"{found['tokens/s']:.0f}", f"{found['MB']:.0f}", f"{found['of peak']:.2f}"]
+    cells += [f"{found['tokens/s']:.0f}", f"{found['MB']:.0f}"]
+    cells += [f"{found['of peak']:.2f}", f"{found['peak']:.0f}"]
     cells.append(f"{found['tokens/s'] / peer['tokens/s']:.2f}")
     return f"| {' | '.join(cells)} |"
 
@@ -181,7 +183,7 @@ def head(options: argparse.Namespace) -> str:
         [GRPO.python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True, check=True
     ).stdout.strip()
     where = machine.description("torch", "transformers", threads=options.threads)
-    titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "of peak", "ratio"]
+    titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "of peak", "peak, GFLOP/s", "ratio"]
     return (
         f"# One iteration of strop and of TRL\n\n{where} TRL {versions} for GRPO, 1.12.0 for PPO.\n"
         "strop generates with its hf rollout unless marked vLLM. "

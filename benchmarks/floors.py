@@ -146,6 +146,7 @@ def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
             *(f"{medians[name]:.2f}" for name in works),
             f"{medians['plain'] / medians['strop']:.2f}",
             *(f"{share:.2f}" for share in shares),
+            f"{limit / 1e9:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     shares, several = [], []
@@ -157,6 +158,7 @@ def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
         shares.append(iteration_operations(setting, lengths) / several[-1] / limit)
     median, share = statistics.median(several), statistics.median(shares)
     cells = [*_labels(setting), "iteration", "-", f"{median:.2f}", "-", "-", f"{share:.2f}"]
+    cells.append(f"{limit / 1e9:.0f}")
     lines.append(f"| {' | '.join(cells)} |")
     strop.close()
     return lines
@@ -175,7 +177,7 @@ def flops(work: Callable[[], object]) -> float:
 
 TITLES = (
     *("model", "precision", "lengths", "prompts", "phase"),
-    *("plain s", "strop s", "speed", "plain/peak", "strop/peak"),
+    *("plain s", "strop s", "speed", "plain/peak", "strop/peak", "peak, GFLOP/s"),
 )
 
 

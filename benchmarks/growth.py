@@ -42,6 +42,7 @@ AXES = {
     "ranks": (1, 2),
 }
 OF_PEAK = "of peak"
+PEAK = "peak, GFLOP/s"
 OPERATIONS = "operations"
 APART = "actor_rollout_ref.actor.old_log_prob_from_update=False"
 
@@ -95,17 +96,18 @@ def measure(place: Point, folder: Path, limits: dict[int, float]) -> dict[str, f
 def medians(rounds: Sequence[dict[str, float]], limit: float) -> dict[str, float]:
     """Return the medians of one point's figures over the rounds, and the share of the peak, ``limit``."""
     speeds = {phase: statistics.median(one[phase] for one in rounds) for phase in rounds[0]}
-    return speeds | {OF_PEAK: speeds[OPERATIONS] / limit}
+    return speeds | {OF_PEAK: speeds[OPERATIONS] / limit, PEAK: limit / 1e9}
 
 
 def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
     """Format results as a Markdown table."""
     phases = (*PHASES, "iteration")
-    columns = ("axis", "value", *phases, OF_PEAK)
+    columns = ("axis", "value", *phases, OF_PEAK, PEAK)
     lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
     for place, speeds in found:
-        cells = (f"{speeds[phase]:.0f}" for phase in phases)
-        lines.append(f"| {place.axis} | {place.value} | {' | '.join(cells)} | {speeds[OF_PEAK]:.2f} |")
+        cells = [f"{speeds[phase]:.0f}" for phase in phases]
+        cells += [f"{speeds[OF_PEAK]:.2f}", f"{speeds[PEAK]:.0f}"]
+        lines.append(f"| {place.axis} | {place.value} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -92,9 +92,12 @@ def test_figures_are_medians_over_iterations_then_runs_and_leave_the_warm_up_out
     assert found["tokens/s"] == pytest.approx(30 / 12)
     assert found["MB"] == 1.0
     setting = Setting("5M", "grpo", "limit", 64, "float32", "")
-    line = against_trl.row(setting, "TRL", {**found, "of peak": 0.131}, {**found, "tokens/s": 10.0})
+    line = against_trl.row(
+        setting, "TRL", {**found, "of peak": 0.131, "peak": 95.4}, {**found, "tokens/s": 10.0}
+    )
     assert (
-        line == "| grpo 5M limit 64 float32 | TRL | 1.00 | 0.00 | 0.50 | 0.50 | 2.00 | 2 | 1 | 0.13 | 0.25 |"
+        line
+        == "| grpo 5M limit 64 float32 | TRL | 1.00 | 0.00 | 0.50 | 0.50 | 2.00 | 2 | 1 | 0.13 | 95 | 0.25 |"
     )
 
 
