@@ -1,0 +1,109 @@
+"""Seconds until a command answers, and until a run shows its first line, its first step and its end.
+
+    python benchmarks/startup.py [--rounds 5] [--src OTHER/src] [--out FILE]
+
+The commands see a model of 100,000 parameters in a folder, a file of sums and a reward function of one line.
+With ``--src`` another strop's sources are measured alternately, with the same packages. Seconds by the clock
+are those of an otherwise idle machine only; CPU seconds, of all processes of a command, carry over. Bytecode is
+written before the first round, as by an installation. A run is three iterations of 8 samples in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import tiny_model
+
+REWARD = "def reward(response, answer):\n    return float(response == answer)\n"
+ROWS = "prompt,answer\n" + "".join(f"{a}+{b}=,{a + b}\n" for a in range(5) for b in range(5))
+ARGUMENTS = ["model", "sums.csv", "--reward", "reward.py", "data.train_batch_size=8"]
+RUN = ["--n", "1", "--steps", "3", "data.max_response_length=4", "algorithm.adv_estimator=reinforce_plus_plus"]
+COMMANDS = {
+    "strop --help": ["--help"],
+    "strop train --help": ["train", "--help"],
+    "strop keys lr": ["keys", "lr"],
+    "strop check": ["check", *ARGUMENTS, *RUN],
+    "strop train": ["train", *ARGUMENTS, *RUN],
+}
+MOMENTS = {"first line": "", "loading the model": "loading the model", "first step": "step 1/"}
+"""Of a run, by the beginning of the line that shows it."""
+
+
+def measure(arguments: list[str], source: Path, folder: Path) -> dict[str, float]:
+    """Run a command; return its moments, ``end`` and ``CPU`` in seconds."""
+    command = [sys.executable, "-m", "strop.cli", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    began, found = time.perf_counter(), {}
+    child = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    for line in child.stdout:
+        lines.append(line)
+        for moment, beginning in MOMENTS.items():
+            if line.startswith(beginning):
+                found.setdefault(moment, time.perf_counter() - began)
+    _, status, used = os.wait4(child.pid, 0)
+    if status:
+        raise SystemExit("".join(lines[-30:]))
+    return found | {"end": time.perf_counter() - began, "CPU": used.ru_utime + used.ru_stime}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--src", type=Path, help="sources of another strop")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    sources = {"this": Path(__file__).parents[1] / "src"}
+    if options.src:
+        sources["other"] = options.src.absolute()
+    titles = ("command", "strop", *MOMENTS, "end", "CPU")
+    lines = [
+        f"# Seconds until a command answers\n\n{machine.description('torch', 'transformers', threads=1)}",
+        f"Medians of {options.rounds} rounds.\n",
+        f"| {' | '.join(titles)} |\n| --- | --- |{' ---: |' * (len(titles) - 2)}",
+    ]
+    print("\n".join(lines), flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny_model.save(folder / "model")
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "sums.csv").write_text(ROWS)
+        for command, arguments in COMMANDS.items():
+            found: dict[str, list[dict[str, float]]] = {source: [] for source in sources}
+            for number in range(options.rounds + 1):
+                for source, path in sources.items():
+                    out = [f"trainer.default_local_dir=run-{source}-{number}"] if "sums.csv" in arguments else []
+                    found[source].append(measure([*arguments, *out], path, folder))
+            for source, rounds in found.items():
+                counted = rounds[1:]  # the first writes bytecode
+                shown = MOMENTS if command == "strop train" else ()
+                medians = [
+                    f"{statistics.median(one[title] for one in counted):.2f}"
+                    if title in shown or title in ("end", "CPU")
+                    else ""
+                    for title in titles[2:]
+                ]
+                lines.append(f"| `{command}` | {source} | {' | '.join(medians)} |")
+                print(lines[-1], flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
