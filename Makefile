@@ -66,6 +66,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/agents.py --out benchmarks/results/agents_$(TODAY).md
 	PYTHONPATH=examples $(BIN)/python benchmarks/turns.py --out benchmarks/results/turns_$(TODAY).md
+	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup_$(TODAY).md
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/driver.py
