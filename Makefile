@@ -69,6 +69,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup_$(TODAY).md
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py
+	$(BIN)/python benchmarks/divergences.py --out benchmarks/results/divergences_$(TODAY).md
 	$(BIN)/python benchmarks/driver.py
 	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md

@@ -4,8 +4,8 @@
 
 The commands see a model of 100,000 parameters in a folder, a file of sums and a reward function of one line.
 With ``--src`` another strop's sources are measured alternately, with the same packages. Seconds by the clock
-are those of an otherwise idle machine only; CPU seconds, of all processes of a command, carry over. Bytecode is
-written before the first round, as by an installation. A run is three iterations of 8 samples in one process.
+are those of an otherwise idle machine only; CPU seconds, of all processes of a command, carry over. Bytecode
+is written before the first round, as by an installation. A run is three iterations of 8 samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ import tiny_model
 REWARD = "def reward(response, answer):\n    return float(response == answer)\n"
 ROWS = "prompt,answer\n" + "".join(f"{a}+{b}=,{a + b}\n" for a in range(5) for b in range(5))
 ARGUMENTS = ["model", "sums.csv", "--reward", "reward.py", "data.train_batch_size=8"]
-RUN = ["--n", "1", "--steps", "3", "data.max_response_length=4", "algorithm.adv_estimator=reinforce_plus_plus"]
+RUN = [
+    "--n",
+    "1",
+    "--steps",
+    "3",
+    "data.max_response_length=4",
+    "algorithm.adv_estimator=reinforce_plus_plus",
+]
 COMMANDS = {
     "strop --help": ["--help"],
     "strop train --help": ["train", "--help"],
@@ -88,7 +95,11 @@ def main() -> None:
             found: dict[str, list[dict[str, float]]] = {source: [] for source in sources}
             for number in range(options.rounds + 1):
                 for source, path in sources.items():
-                    out = [f"trainer.default_local_dir=run-{source}-{number}"] if "sums.csv" in arguments else []
+                    out = (
+                        [f"trainer.default_local_dir=run-{source}-{number}"]
+                        if "sums.csv" in arguments
+                        else []
+                    )
                     found[source].append(measure([*arguments, *out], path, folder))
             for source, rounds in found.items():
                 counted = rounds[1:]  # the first writes bytecode
