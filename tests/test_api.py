@@ -254,6 +254,7 @@ def test_short_names_set_the_keys_of_the_short_command(monkeypatch, tmp_path):
 
 def test_a_model_object_is_saved_once_and_identifies_the_run(model, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded.generation_config.temperature = 0.7  # without do_sample save_pretrained refuses it
     tokenizer = load_tokenizer(model)
     keys = {"trainer.save_freq": 1}
 
@@ -265,6 +266,8 @@ def test_a_model_object_is_saved_once_and_identifies_the_run(model, tmp_path):
         run = call(1)
         (saved,) = (run.folder / "model").iterdir()
         before = (saved / "model.safetensors").stat().st_mtime_ns
+        assert json.loads((saved / "generation_config.json").read_text())["temperature"] == 0.7
+        assert loaded.generation_config.temperature == 0.7
         assert len(call(2).read_metrics()) == 2
         assert (saved / "model.safetensors").stat().st_mtime_ns == before
         assert list((run.folder / "model").iterdir()) == [saved]

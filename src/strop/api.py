@@ -275,6 +275,7 @@ class _Given:
             )
         from strop.data.tokenize import tokenizer_fingerprint
         from strop.engines.base import weights_hash
+        from strop.models.source import save_model
 
         weights, settings = weights_hash(model.named_parameters()), model.config.to_json_string()
         text = f"{weights} {settings} {tokenizer_fingerprint(tokenizer)}"
@@ -283,7 +284,7 @@ class _Given:
         path = Path(folder, "model", self.values[f"{key}.path"]).expanduser().absolute()
         if not path.exists():
             building = path.with_name(f".{path.name}-{os.getpid()}")  # a kill leaves no half model
-            model.save_pretrained(building)
+            save_model(model, building)
             tokenizer.save_pretrained(building)
             building.rename(path)
         self.set(f"{key}.path", path)

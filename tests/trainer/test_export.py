@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -29,6 +30,7 @@ from strop.errors import CheckpointError
 from strop.models.loader import load_causal_lm, load_tokenizer
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
+from strop.trainer.build import warn_of_generation_config
 
 import tiny_model
 from builders import write_prompts
@@ -168,6 +170,33 @@ def source(tmp_path):
         (folder / name).write_text(json.dumps(values))
     (folder / "chat_template.jinja").unlink()
     return folder
+
+
+GREEDY_WITH_TEMPERATURE = {"do_sample": False, "temperature": 0.7}
+"""What transformers reads, and refuses to save."""
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_a_generation_configuration_that_is_not_valid_is_told_and_saved_as_it_is(
+    source, tmp_path, caplog, file
+):
+    (source / "generation_config.json").write_text("{}")
+    if file == "config.json":  # where older models have it
+        (source / "generation_config.json").unlink()
+    values = json.loads((source / file).read_text()) | GREEDY_WITH_TEMPERATURE
+    (source / file).write_text(json.dumps(values))
+    warn_of_generation_config("actor_rollout_ref.model", SimpleNamespace(path=str(source)), None)
+    assert mentions(caplog.text, f"actor_rollout_ref.model.path={source}", "temperature", "do_sample")
+    engine, tokenizer = load_engine(source)
+    engine.export(tmp_path / "out", tokenizer)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["temperature"] == 0.7
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_valid_generation_configuration_is_not_told(source, caplog):
+    warn_of_generation_config("actor_rollout_ref.model", SimpleNamespace(path=str(source)), None)
+    assert caplog.text == ""
 
 
 def load_engine(folder: Path, **options) -> tuple[TorchEngine, Any]:

@@ -163,6 +163,24 @@ def load_model_config(
     return config
 
 
+def generation_problem(folder: Path) -> str:
+    """Return why transformers refuses to save the generation configuration of a model's folder; else ""."""
+    from transformers import GenerationConfig
+
+    try:
+        if (folder / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(folder)
+        elif (folder / "config.json").is_file():
+            found = GenerationConfig.from_model_config(json.loads((folder / "config.json").read_bytes()))
+        else:
+            return ""
+        found.validate(strict=True)
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        return text if len(text) <= 300 else f"{text[:300]} ..."
+    return ""
+
+
 def config_parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """Yield a configuration and the configurations inside it, such as ``text_config``."""
     yield config

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.models.folder import config_parts, is_dropout
 from strop.models.transformers_private import save_custom_code
@@ -89,7 +89,26 @@ def write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> No
     if model.can_generate() and (source.folder / _GENERATION).is_file():
         shutil.copyfile(source.folder / _GENERATION, folder / _GENERATION)
     elif model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+        _write_generation(folder, model.generation_config)
+
+
+def _write_generation(folder: Path, generation: GenerationConfig) -> None:
+    """Write a generation configuration as it is: ``save_pretrained`` refuses some that models come with."""
+    generation.to_json_file(folder / _GENERATION, keys_to_pop=["compile_config"])
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model of a program as ``save_pretrained`` does, with any generation configuration."""
+    own = getattr(model, "generation_config", None)
+    if own is None or not model.can_generate():
+        model.save_pretrained(folder)
+        return
+    model.generation_config = type(own)()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = own
+    _write_generation(folder, own)
 
 
 def dtype_of(folder: Path) -> torch.dtype:

@@ -51,6 +51,7 @@ from strop.errors import Attempts, ConfigError, ModelError, RewardError
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.folder import (
     attention_for,
+    generation_problem,
     import_external_lib,
     load_model_config,
     load_tokenizer,
@@ -102,6 +103,19 @@ def check_models(config: Config, tokenizer: Any) -> None:
         if not shared:
             attempt(lambda: _check_own_tokenizer(rewards.model, tokenizer, cache_dir))
     attempt.raise_errors()
+
+
+def warn_of_generation_config(key: str, model: ModelConfig, cache_dir: Any) -> None:
+    """Warn of a generation configuration that is saved with the trained model, and that is not valid."""
+    folder = local_tokenizer(model.path, cache_dir)
+    if problem := generation_problem(folder):
+        logger.warning(
+            "%s.path=%s: its generation_config.json is not valid to transformers, and is saved as it is with "
+            "the trained model; correct it there for programs that generate by it (%s)",
+            key,
+            model.path,
+            problem,
+        )
 
 
 def check_teacher(key: str, model: Any, tokenizer: Any, config: Any, size: int | None) -> None:
@@ -302,6 +316,10 @@ def build_trainer(
     )
     attempt = Attempts()
     attempt(lambda: check_models(config, tokenizer))
+    if not config.trainer.val_only:
+        warn_of_generation_config(
+            "actor_rollout_ref.model", config.actor_rollout_ref.model, config.data.cache_dir
+        )
     for name in config.trainer.logger:
         # name=name: the lambda would otherwise read the variable of the loop
         attempt(lambda name=name: resolve_tracker(name))

@@ -39,6 +39,7 @@ from strop.trainer.build import (
     check_teacher,
     fetch_tokenizer,
     require_checkpoint,
+    warn_of_generation_config,
     worker_group_class,
 )
 from strop.trainer.frozen_head import warn_of_frozen_head
@@ -328,6 +329,8 @@ def build(
         config, config.model, models=models.values(), tokenizers=own, weights=with_weights
     )
     size = check_model("model", config.model, tokenizer, config.data.cache_dir)
+    if trainer_cls.trains_policy and not config.trainer.val_only:
+        warn_of_generation_config("model", config.model, config.data.cache_dir)
     if isinstance(config, SftConfig) and "teacher.model.path" in models:
         check_teacher("teacher.model", config.teacher.model, tokenizer, config, size)
     for name in config.trainer.logger:
