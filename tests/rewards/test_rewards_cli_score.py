@@ -185,7 +185,7 @@ def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_printed(
         "    return float(solution_str)\n"
     )
     rows = [{**ROWS[0], "response": response} for response in ("2", "[bold]", "hang", "4")]
-    status, lines = score(write(tmp_path / "a.jsonl", rows), "--custom", rewards, "--timeout", 1)
+    status, lines = score(write(tmp_path / "a.jsonl", rows), "--custom-reward", rewards, "--timeout", 1)
     assert status == 1
     assert cells(lines) == {"openai/gsm8k": ["4", "3.0000", "2"]}
     assert "could not convert string to float: '[bold]'" in "\n".join(lines)

@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of --scorer, as in method=flexible; repeatable (strop docs data lists them)",
     )
-    add("--reward", "--custom", dest="custom", metavar="FILE[:NAME]", help="your own function, for all rows")
+    names = "--reward", "--custom-reward", "--custom"
+    add(*names, dest="custom", metavar="FILE[:NAME]", help="your own function, for all rows")
     add("--name", default="compute_score", help=argparse.SUPPRESS)  # the name without a colon
     add(
         "--prompt-column",
