@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -447,6 +448,26 @@ def test_a_model_without_the_files_of_its_processor(folder_of, tmp_path):
         dataset([{"prompt": "red", "images": [picture(20, 20)]}], load_tokenizer(tmp_path))
 
 
+def _processor_of(found: dict[str, Any], token: str | None = "<|image_pad|>") -> Any:
+    class Kosmos2Processor:
+        image_token = token
+        tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda _: 5)
+        image_processor = None
+
+        def __call__(self, **given: Any) -> Any:
+            return found
+
+    return Kosmos2Processor()
+
+
+def test_processors_that_do_not_write_the_tokens_of_a_picture_are_refused_by_name(tokenizer):
+    rows = [{"prompt": "red", "images": [picture(20, 20)]}]
+    with pytest.raises(ModelError, match="Kosmos2Processor does not write the tokens of a picture"):
+        dataset(rows, tokenizer, processor=_processor_of({}))
+    with pytest.raises(ModelError, match="Kosmos2Processor has no token for pictures"):
+        dataset(rows, tokenizer, processor=_processor_of({}, token=None))
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm"])
 def test_a_processor_in_the_files_of_older_models(kind, folder_of, tokenizer_of, tmp_path):
     for file in folder_of(kind).iterdir():
@@ -547,6 +568,9 @@ def test_bounds_of_pixels(tokenizer, tokenizer_of):
         )
         == rest + 16
     )
+    for bounds, limit in (({}, "784"), ({"min_pixels": 3136}, "data.min_pixels=3136")):
+        with pytest.raises(DataError, match=naming("data.max_pixels=783", limit)):
+            dataset(rows, tokenizer, max_pixels=783, **bounds)
     with pytest.raises(
         DataError, match=naming("data.max_pixels", "SmolVLMImageProcessor", "no bound of pixels")
     ):

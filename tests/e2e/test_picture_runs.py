@@ -64,6 +64,8 @@ def test_ppo_trains_every_part_with_a_critic_and_a_reference(inputs, tmp_path, k
     (first, _) = runs.metrics(tmp_path)
     assert first["training/rollout_probs_diff_max"] < 2e-6
     assert first["critic/vf_loss"] > 0
+    started = json.loads((tmp_path / "machine.jsonl").read_text())
+    assert started["image_processor"] == type(AutoImageProcessor.from_pretrained(inputs / kind)).__name__
     assert first["training/rollout_probs_diff_max/pictures"] == first["training/rollout_probs_diff_max"]
     assert "training/rollout_probs_diff_max/text" not in first
 
@@ -214,6 +216,16 @@ def test_a_users_data_set_around_one_with_pictures_trains_as_that_one(inputs, tm
 def test_what_takes_no_pictures_is_refused(inputs, tmp_path, keys, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         require_pictures(load_config(options(inputs, tmp_path, *keys)))
+
+
+def test_a_process_with_another_back_end_of_image_processing_is_refused(inputs, tmp_path, monkeypatch):
+    """As on a machine with torchvision beside one without: they make other pixels of a picture."""
+    (tmp_path / "driver").mkdir()
+    trainer = build_trainer(load_config(options(inputs, tmp_path / "driver")))
+    own, other = ("Pil", "") if trainer.image_processor.endswith("Pil") else ("", "Pil")
+    trainer.image_processor = trainer.image_processor.removesuffix(own) + other
+    with pytest.raises(ModelError, match=rf"SmolVLMImageProcessor{own} makes .*{other} in the driver"):
+        trainer.init_workers()
 
 
 @pytest.fixture(scope="module")

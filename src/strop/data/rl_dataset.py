@@ -399,6 +399,16 @@ def max_pictures(dataset: RowDataset) -> int:
     return len(images) if str(getattr(images, "dtype", "")).endswith("int64") else 0
 
 
+def image_processor_name(*datasets: RowDataset) -> str | None:
+    """Return the class that makes the pixels of pictures; None without pictures, and for a user's data set.
+
+    It names its back-end: that of Pillow makes other pixels than that of torchvision.
+    """
+    known = (getattr(all_rows(dataset), "pictures", None) for dataset in datasets)
+    found = next((pictures for pictures in known if isinstance(pictures, PromptPictures)), None)
+    return None if found is None else type(found.processor.image_processor).__name__
+
+
 def columns_of(dataset: RowDataset, row: int) -> dict[str, Any]:
     """Return a row; of an ``RLHFDataset`` as ``columns`` does, which needs no torch."""
     while isinstance(dataset, Subset):

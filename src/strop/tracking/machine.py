@@ -24,10 +24,13 @@ _PACKAGES = ("strop", "torch", "transformers", "ray", "pyarrow", "numpy")
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
-def record_start(folder: Path, *, step: int, steps: int) -> None:
-    """Append the machine that starts or resumes the run after ``step`` of ``steps`` iterations."""
+def record_start(folder: Path, *, step: int, steps: int, **more: str) -> None:
+    """Append the machine that starts or resumes the run after ``step`` of ``steps`` iterations.
+
+    ``more``: further facts of the run.
+    """
     with open(folder / MACHINE_FILE, "a") as file:
-        file.write(json.dumps({"step": step, "steps": steps, **describe_machine()}) + "\n")
+        file.write(json.dumps({"step": step, "steps": steps, **more, **describe_machine()}) + "\n")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -110,7 +110,8 @@ class Run(ABC):
             steps = {"step": trainer.global_step, "steps": trainer.global_step}
             if not settings.val_only:
                 steps["steps"] = trainer.total_steps
-            self.write(lambda path: record_start(path, **steps), self.folder.path)
+            more = {"image_processor": name} if (name := trainer.image_processor) else {}
+            self.write(lambda path: record_start(path, **steps, **more), self.folder.path)
             if self.publication is not None:
                 self.write(self.publication.write, self.folder.path)
         self.tracking = Tracking(

@@ -31,7 +31,7 @@ from strop.config.schema import Config
 from strop.config.schema.agent import uses_agent
 from strop.config.schema.environment import uses_environment
 from strop.controller.pools import ResourcePoolManager, Role, name_of
-from strop.data.rl_dataset import RLHFDataset, all_rows, max_pictures
+from strop.data.rl_dataset import RLHFDataset, all_rows, image_processor_name, max_pictures
 from strop.data.sources import Rows
 from strop.environments.loading import Environments
 from strop.errors import ConfigError, RewardError
@@ -141,6 +141,7 @@ class RayPPOTrainer(VerlNames):
         if most:
             require_pictures(self.config)
         self._max_pictures = most
+        self.image_processor = image_processor_name(*(loader.dataset for loader in loaders))
         datasets = [all_rows(loader.dataset) for loader in loaders]
         found = [dataset.pictures for dataset in datasets if isinstance(dataset, RLHFDataset)]
         self.pictures = next(filter(None, found), None)
@@ -195,7 +196,7 @@ class RayPPOTrainer(VerlNames):
             self.rollout.set_program(self.program)
         for name, group in self.groups.items():
             if self._max_pictures and name not in self.own_groups:
-                group.set_pictures(self._max_pictures)
+                group.set_pictures(self._max_pictures, self.image_processor)
         # all started before the first is awaited: pools load their models at the same time
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()

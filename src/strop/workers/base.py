@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -58,6 +59,9 @@ from strop.workers.memory import PEAKS, keep_freed_memory, prefer_expandable_seg
 
 logger = logging.getLogger(__name__)
 
+_OF_PILLOW = "Pil"
+"""End of the names of transformers' image processors that use Pillow; the others use torchvision."""
+
 
 class Worker(Generic[Root]):
     """One process of a role. Subclasses build their model in ``init_model`` and mark what groups may call."""
@@ -66,6 +70,8 @@ class Worker(Generic[Root]):
     tokenizer: Any
     max_pictures: int = 0
     """Most pictures of a row; 0: rows of text."""
+    image_processor: str | None = None
+    """Class of the driver's image processor; None if it is not known."""
     merges_export: bool = False
     """Export a whole model with the LoRA adapters merged in."""
 
@@ -81,9 +87,12 @@ class Worker(Generic[Root]):
         self._pictures: dict[int, pictures.Picture] = {}
 
     @register(Dispatch.ONE_TO_ALL)
-    def set_pictures(self, most: int) -> None:
-        """Let the models read pictures, at most ``most`` a row; call it before ``init_model``."""
-        self.max_pictures = most
+    def set_pictures(self, most: int, image_processor: str | None = None) -> None:
+        """Let the models read pictures, at most ``most`` a row; call it before ``init_model``.
+
+        ``image_processor``: the class by which the driver has counted their tokens.
+        """
+        self.max_pictures, self.image_processor = most, image_processor
 
     @register(Dispatch.ONE_TO_ALL)
     def hold_pictures(self, files: Mapping[int, pictures.Picture]) -> None:
@@ -97,11 +106,21 @@ class Worker(Generic[Root]):
             self._pictures.pop(digest, None)
 
     def image_processor_of(self, folder: Path) -> Any | None:
-        """Return the image processor of a model's folder; None for rows of text."""
+        """Return the image processor of a model's folder; None for rows of text.
+
+        Raises ``ModelError`` if transformers has another back-end here than in the driver's process.
+        """
         if not self.max_pictures:
             return None
         data: Any = self.config.data
-        return load_image_processor(folder, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+        found = load_image_processor(folder, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+        name, expected = type(found).__name__, self.image_processor
+        if expected is not None and name.endswith(_OF_PILLOW) != expected.endswith(_OF_PILLOW):
+            raise ModelError(
+                f"pictures: {name} makes the pixels on {platform.node()} and {expected} in the driver's "
+                "process, and they differ; install torchvision in both environments, or in neither"
+            )
+        return found
 
     def find_model(self, path: str, external_lib: str | list[str] | None, *, weights: bool = True) -> Path:
         """Return the local folder of a model, downloaded once; import the packages it needs. Collective.

@@ -224,6 +224,11 @@ def load_image_processor(
             f"data.{min(lacking)}: {type(images).__name__} of {path} has no bound of pixels, it resizes to "
             f"{images.size}; leave the key null"
         )
+    patch, merged = getattr(images, "patch_size", None), getattr(images, "merge_size", 1)
+    least = (patch * merged) ** 2 if isinstance(patch, int) else 1
+    if max_pixels is not None and max_pixels < max(least, min_pixels or 0):
+        limit = f"data.min_pixels={min_pixels}" if (min_pixels or 0) > least else f"the {least} of one token"
+        raise DataError(f"data.max_pixels={max_pixels} is less than {limit} of {type(images).__name__}")
     return images
 
 

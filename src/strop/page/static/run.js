@@ -67,6 +67,7 @@ function startOf(start) {
     ["Started", `${start.started}, after step ${start.step}`], ["Host", start.host], ["System", start.system],
     ["Processor", `${start.processor}, ${start.cores} cores`], ["Memory", start.memory_gib && `${start.memory_gib} GiB`],
     ["GPUs", [start.gpus ?? []].flat().join("\n") || "none"], ["Python", start.python], ["Packages", packages],
+    ["Image processor", start.image_processor],
     ["Command", [start.command].flat().join(" ")],
   ];
   return factsTable(lines);

@@ -29,7 +29,14 @@ from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.hub import local_tokenizer
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
-from strop.data.rl_dataset import Subset, log_prompts, max_pictures, pictures_digest, prompt_options
+from strop.data.rl_dataset import (
+    Subset,
+    image_processor_name,
+    log_prompts,
+    max_pictures,
+    pictures_digest,
+    prompt_options,
+)
 from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair, ValidationReport
@@ -117,6 +124,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.group: Any = None  # a worker group, with the worker's methods
         self.sent_pictures: SentPictures
         self.max_pictures = max(map(max_pictures, filter(None, (trained, validated))), default=0)
+        self.image_processor = image_processor_name(*filter(None, (trained, validated)))
         if self.max_pictures:
             require_pictures(config)
         self.publication: Publication | None = None
@@ -224,7 +232,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
         self.sent_pictures = SentPictures([self.group])
         if self.max_pictures:
-            self.group.set_pictures(self.max_pictures)
+            self.group.set_pictures(self.max_pictures, self.image_processor)
         self.group.init_model()
 
     def fit(self, on_step: OnStep | None = None) -> None:
