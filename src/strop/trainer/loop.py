@@ -46,8 +46,11 @@ from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
 
-_OF_PROMPTS = ("prompt_key", "answer_key", "chat_template", "system_prompt", "apply_chat_template")
-"""Keys below ``data`` that make a prompt of a row, which a model's folder does not have."""
+_OF_ROWS = (
+    *("prompt_key", "answer_key", "chat_template", "system_prompt", "apply_chat_template"),
+    *("data_source", "reward_fn_key"),
+)
+"""Keys below ``data`` that make a prompt and its scorer of a row, which a model's folder does not have."""
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Is called after each iteration with its number and its metrics; ``False`` stops the run."""
@@ -333,9 +336,16 @@ class Run(ABC):
         logger.info("load:  transformers.%s.from_pretrained(%r)", auto, str(model))
 
     def _evaluation_keys(self) -> str:
-        """Return the keys of the run without which an evaluation has other prompts, or no environment."""
-        config = self.trainer.config
-        shown = [f"data.{name}" for name in _OF_PROMPTS if f"data.{name}" in (config.written or ())]
+        """Return the keys of the run without which an evaluation has other prompts, or nothing to score."""
+        config, options = self.trainer.config, ""
+        if isinstance(config, Config):
+            own, rewards = config.custom_reward_function, config.reward_model
+            if own.path is not None:
+                name = f":{own.name}" if "custom_reward_function.name" in (config.written or ()) else ""
+                options = f" --reward {shlex.quote(own.path + name)}"
+            if rewards.enable:
+                options += f" --reward-model {shlex.quote(rewards.model.path)}"
+        shown = [f"data.{name}" for name in _OF_ROWS if f"data.{name}" in (config.written or ())]
         values = {key: _quoted(value_at(config, key)) for key in shown}
         if isinstance(config, Config) and (uses_environment(config) or uses_agent(config)):
             keys = [f"environment.{name}" for name in type(config.environment).model_fields]
@@ -344,7 +354,7 @@ class Run(ABC):
             if path := values.get("environment.path"):  # as an override names one or several
                 several = ", ".join(f"{name}: {given!r}" for name, given in path.items())
                 values["environment.path"] = path.get("", f"{{{several}}}")
-        found = "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
+        found = options + "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
         return re.sub(r"function:(\w+)-\w+", r"FILE.py:\1", found)
 
     def _publish(self) -> None:
