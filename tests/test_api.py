@@ -443,6 +443,14 @@ def test_wrong_arguments_are_errors_that_name_them(arguments, more, parts):
         ("trainer.default_local_dir=/a/b.c: in use", "out='/a/b.c': in use"),
         ("data.tokenizer=null. x.data.shuffle", "data=dict(tokenizer=None). x.data.shuffle"),
         ("critic.optim.lr=...", "critic=dict(optim=dict(lr=...))"),
+        (
+            "a.csv: set data.prompt_key=q data.answer_key=a",
+            "a.csv: set data=dict(prompt_key='q', answer_key='a')",
+        ),
+        (
+            "rows:train-1: found x; set data.prompt_key=q data.answer_key=a",
+            "rows:train-1: found x; set data=dict(train_files=rows, prompt_key='q', answer_key='a')",
+        ),
         ("eval:  strop eval R environment.path=a.py:A", "eval:  strop eval R environment.path=a.py:A"),
     ],
 )

@@ -43,6 +43,9 @@ def in_session(command: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 _VALUE = r"\.\.\.|\[[^\]]*\]|\{[^}]*\}|'[^']*'|[^\s,;)]*[^\s,;).:?]"
 
+_NEIGHBOURS = re.compile(r"\b(\w+)=dict\(([^()]*)\) \1=dict\(([^()]*)\)")
+"""Two keys of one section, each as an argument: an argument is given once."""
+
 
 def in_python(text: str, command: str) -> str:
     """Replace each key in a message by the argument that sets it, as in ``data=dict(prompt_key='q')``."""
@@ -62,7 +65,12 @@ def in_python(text: str, command: str) -> str:
         return functools.reduce(lambda inner, section: f"{section}=dict({inner})", reversed(sections), word)
 
     keys = "|".join(re.escape(key) for key, facts in all_keys(tree.schema).items() if not facts.is_section)
-    return re.sub(rf"(?<![\w./])({keys})(?!\w|\.\w)(?:=({_VALUE}))?", argument, text)
+    found = re.sub(rf"(?<![\w./])({keys})(?!\w|\.\w)(?:=({_VALUE}))?", argument, text)
+    while (joined := _NEIGHBOURS.sub(r"\1=dict(\2, \3)", found)) != found:
+        found = joined
+    if rows := re.match(r"rows:(train|val)-", found):  # they are the argument itself, which becomes a dict
+        found = found.replace("set data=dict(", f"set data=dict({rows[1]}_files=rows, ")
+    return found
 
 
 def _literal(value: str) -> str:
