@@ -18,10 +18,11 @@ from strop.cli.main import main
 from strop.data.loader import SampledBatches
 from strop.trainer.ppo import PPO
 from strop.trainer.ray_trainer import ReinforcementRun
+from strop.trainer.supervised.base import SupervisedTrainer
 from strop.workers.policy import ActorRolloutRefWorker
-from strop.workers.supervised import SupervisedWorker
 
 import forked
+import supervised_runs
 from messages import mentions
 from runs import hashes, make_inputs, metrics, overrides, train
 
@@ -49,6 +50,7 @@ PLACES = {
     "validate": (ReinforcementRun, "validate"),
     "finish": (PPO, "finish"),
     "draw": (ReinforcementRun, "_draw"),
+    "supervised": (SupervisedTrainer, "step"),
 }
 
 
@@ -79,7 +81,7 @@ def undisturbed(inputs):
 
 def strike(place: str, call: int, *numbers: int) -> None:
     """Have this process get the signals in the given call of a method."""
-    owner, name = PLACES.get(place) or (SupervisedWorker, "update")
+    owner, name = PLACES[place]
     original, calls = getattr(owner, name), iter(range(1, 1000))
 
     @functools.wraps(original)
@@ -133,6 +135,22 @@ def test_a_stopped_run_saves_its_last_whole_iteration_and_goes_on_to_the_same_nu
     assert saved_steps(run) == [saved]
     verify(run / f"global_step_{saved}")
     assert (hashes(train(options)), metrics(run)) == undisturbed(extra)
+
+
+@pytest.mark.parametrize("kind", ["sft", slow("train-rm"), slow("dpo")])
+def test_a_stopped_supervised_run_saves_the_iteration_under_way_and_goes_on_to_the_same_numbers(
+    tmp_path, kind
+):
+    inputs = supervised_runs.make_inputs(tmp_path)
+    options = supervised_runs.overrides(inputs, tmp_path / "run", "trainer.save_freq=-1")
+    done = forked.run(command_struck, kind, options, "supervised", 2, signal.SIGTERM)
+    assert done.returncode == 143, done.stderr[-3000:]
+    assert mentions(done.stderr.splitlines()[-1], "SIGTERM", "stopped at step 2, saved", "goes on")
+    assert saved_steps(tmp_path / "run") == [2]
+    resumed = supervised_runs.train(kind, options)
+    straight = supervised_runs.train(kind, [*options, f"trainer.default_local_dir={tmp_path / 'straight'}"])
+    assert resumed.group.weights_hash() == straight.group.weights_hash()
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
 
 
 def test_the_state_of_a_sampler_that_returns_what_it_changes_stays_that_of_the_iteration(monkeypatch):
