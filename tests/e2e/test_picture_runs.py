@@ -218,6 +218,15 @@ def test_what_takes_no_pictures_is_refused(inputs, tmp_path, keys, words):
         require_pictures(load_config(options(inputs, tmp_path, *keys)))
 
 
+def test_a_family_that_vllm_reads_causally_is_refused_before_it_loads(inputs, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
+    keys = [f"{role}.model.path={tmp_path}" for role in ("actor_rollout_ref", "critic")]
+    keys = options(inputs, tmp_path, *keys, "actor_rollout_ref.rollout.name=vllm")
+    with pytest.raises(ConfigError, match=r"causally over the pictures of gemma3.*rollout\.name=hf"):
+        require_pictures(load_config(keys))
+    require_pictures(load_config([*keys, "actor_rollout_ref.rollout.name=hf"]))
+
+
 def test_a_process_with_another_back_end_of_image_processing_is_refused(inputs, tmp_path, monkeypatch):
     """As on a machine with torchvision beside one without: they make other pixels of a picture."""
     (tmp_path / "driver").mkdir()

@@ -159,6 +159,10 @@ class RolloutKind(Kind):
         """Return whether ``rollout.name=auto`` means this back-end, and why; the first one is taken."""
         return False, ""
 
+    def fault_of_pictures(self, config: Any) -> str | None:
+        """Return why it computes the pictures of the run's model otherwise than the trainer; else None."""
+        return None
+
     def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
         """Return the memory of one rank that generates ``samples`` samples in an iteration."""
         return Forecast({}, {})

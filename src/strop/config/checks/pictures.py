@@ -41,6 +41,8 @@ def _problems(config: Config) -> Iterator[str]:
     if not ROLLOUTS[name].reads_pictures:
         able = " or ".join(other for other, kind in ROLLOUTS.items() if kind.reads_pictures)
         yield f"actor_rollout_ref.rollout.name={name} generates from text alone; set it to {able}"
+    elif fault := ROLLOUTS[name].fault_of_pictures(config):
+        yield fault
     for run in ("actor", *forward_passes(config)):
         if "pictures" not in engine_of(config, run).offers:
             able = " or ".join(name for name, kind in ENGINES.items() if "pictures" in kind.offers)

@@ -19,6 +19,8 @@ from strop.rollout.in_flight import InFlight, continued_seed
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
     KIND,
+    SEEN_BOTH_WAYS,
+    causal_over_pictures,
     enforce_eager,
     extra_sampling,
     no_attention_on_a_cpu,
@@ -28,7 +30,6 @@ from strop.rollout.vllm.kind import (
 
 _BLOCK = 128
 """Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
-_SEEN_BOTH_WAYS = ("gemma3", "paligemma")
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Entries of a model's configuration that say nothing of its numbers."""
 FIXED: dict[str, Any] = {
@@ -160,11 +161,8 @@ def head_width(model: PreTrainedConfig) -> int:
 
 def why_unsupported(model: PreTrainedConfig, device: str, *, pictures: bool = False) -> str | None:
     """Return an error for models that vLLM reports late, or computes otherwise than transformers."""
-    if pictures and device == "cpu" and model.model_type in _SEEN_BOTH_WAYS:
-        return (
-            f"rollout.name=vllm: on a CPU it attends causally over the pictures of {model.model_type}, whose "
-            "tokens see each other; set actor_rollout_ref.rollout.name=hf"
-        )
+    if pictures and device == "cpu" and model.model_type in SEEN_BOTH_WAYS:
+        return causal_over_pictures(model.model_type)
     if model.model_type == "phimoe":
         # vLLM 0.32 loads the bias of the output layer and does not add it.
         computed = {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": False}

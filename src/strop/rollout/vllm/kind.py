@@ -8,7 +8,7 @@ from typing import Any
 from strop.config.backends import Forecast, RolloutKind, total
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.machine import memory_for
-from strop.config.memory.facts import ModelFacts, read_model_facts
+from strop.config.memory.facts import ModelFacts, read_config_file, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
 from strop.config.paths import is_gguf
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
@@ -24,6 +24,8 @@ _SMALL_ON_A_CPU = 2 * 2**30
 sizes that were measured: 0.5 and 0.6 of the tokens/s of hf with 0.1 and 135 million parameters."""
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
+SEEN_BOTH_WAYS = ("gemma3", "paligemma")
+"""Families whose tokens of a picture attend to each other."""
 _GPU = 80 * 2**30
 _CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
@@ -143,6 +145,12 @@ class VLLMKind(RolloutKind):
         """
         return config.actor_rollout_ref.rollout.free_cache_engine or tensor_parallel_size(config) > 1
 
+    def fault_of_pictures(self, config: Any) -> str | None:
+        """See ``RolloutKind.fault_of_pictures``."""
+        found = None if uses_gpu(config) else read_config_file(config.actor_rollout_ref.model.path)
+        family = (found or {}).get("model_type")
+        return causal_over_pictures(family) if family in SEEN_BOTH_WAYS else None
+
     def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
         """See ``RolloutKind.bytes``: one rank's part of a copy of the weights, and a cache of its sequences.
 
@@ -204,6 +212,14 @@ def _needs(config: Any, facts: ModelFacts, ranks: int) -> dict[str, int]:
         f"logits of {sequences:,} sequences": sequences * facts.vocabulary * 3 * 4,
         "the longest sequence": cache_bytes(facts, size) * length // ranks,
     }
+
+
+def causal_over_pictures(family: str) -> str:
+    """Return the error for pictures of a family of ``SEEN_BOTH_WAYS`` on a CPU."""
+    return (
+        f"rollout.name=vllm: on a CPU it attends causally over the pictures of {family}, whose tokens see "
+        f"each other; set {_ROLLOUT}.name=hf"
+    )
 
 
 def no_attention_on_a_cpu(width: int) -> str:
