@@ -12,8 +12,8 @@ import base64
 import hashlib
 import io
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -179,6 +179,11 @@ def _all_decoded(files: list[tuple[bytes, str]]) -> list[Any]:
 def files(digests: Iterable[int]) -> dict[int, Picture]:
     """Return pictures by digest, which may be sent to another process."""
     return {digest: _picture(digest) for digest in digests if digest > 0}
+
+
+def with_contents(files: Mapping[int, Picture]) -> dict[int, Picture]:
+    """Return pictures with the content of their files, for processes that do not see these."""
+    return {digest: replace(picture, file=held(digest)) for digest, picture in files.items()}
 
 
 def url(digest: int) -> str:

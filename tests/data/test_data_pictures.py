@@ -305,6 +305,17 @@ def test_paths_of_plain_prompts(tokenizer, tmp_path):
     assert tokenizer.decode(own["raw_prompt_ids"]) == "red"
 
 
+def test_paths_beside_a_file_that_is_named_from_the_working_folder_hold_elsewhere(
+    tokenizer, tmp_path, monkeypatch
+):
+    (tmp_path / "a.png").write_bytes(encoded(picture(30, 31)))
+    write_jsonl(tmp_path / "r.jsonl", [{"prompt": "red", "image": "a.png"}])
+    monkeypatch.chdir(tmp_path)
+    digest = int(dataset("r.jsonl", tokenizer)[0]["images"][0])
+    monkeypatch.chdir("/")
+    assert pictures.opened(digest).size == (30, 31)
+
+
 def test_pictures_in_parts_do_not_stay_in_the_rows(tokenizer):
     rows = [{"prompt": user([{"type": "image", "image": picture(30, 30)}, text("red")])}]
     row = dataset(rows, tokenizer, return_raw_input_ids=True)[0]

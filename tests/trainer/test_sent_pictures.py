@@ -55,6 +55,24 @@ def test_a_picture_is_sent_once_and_dropped_with_the_last_batch_that_has_it(dige
     assert [group.calls for group in groups] == [expected] * 2
 
 
+@pytest.mark.parametrize("lacking", [[], ["node-2"]])
+def test_machines_that_do_not_see_the_files_get_their_content(tmp_path, lacking):
+    (tmp_path / "a.ppm").write_bytes(content := picture_rows.picture(71 + 2 * len(lacking)))
+    (tmp_path / "b.ppm").write_bytes(other := picture_rows.picture(72 + 2 * len(lacking)))
+    digests = [pictures.hold_file(tmp_path / name) for name in ("a.ppm", "b.ppm")]
+    asked, got = [], {}
+    group = SimpleNamespace(
+        hold_pictures=SimpleNamespace(start=got.update),
+        nodes_without=lambda path: asked.append(path) or lacking,
+    )
+    sent = SentPictures([group])
+    for number, digest in enumerate(digests):
+        sent.send(batch([digest]), number)
+    assert asked == [tmp_path / "a.ppm"]  # once
+    found = [got[digest].file for digest in digests]
+    assert found == ([content, other] if lacking else [tmp_path / "a.ppm", tmp_path / "b.ppm"])
+
+
 def test_batches_of_text_send_nothing():
     sent = SentPictures([group := Group()])
     sent.send(DataProto({"input_ids": torch.zeros(2, 3)}), 1)

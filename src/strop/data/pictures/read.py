@@ -90,7 +90,7 @@ class Reader:
     def _hold_path(self, value: str, where: str) -> int:
         folder, is_closed = self._folder()
         with raised_as(DataError, f"{where}: {value!r:.80} is no path"):  # a null byte, the home of nobody
-            path = folder / Path(value).expanduser()
+            path = (folder / Path(value).expanduser()).absolute()  # workers have other working directories
             is_inside = path.resolve().is_relative_to(folder.resolve())
         if is_closed and not is_inside:
             raise DataError(f"{where}: {value}: rows from elsewhere may only name files in {folder}")
