@@ -242,3 +242,5 @@ def test_checkpoints_by_time_are_the_last_two_and_the_best_validated_one(inputs,
     best = max(by_time, key=lambda line: (line[score], line["step"]))["step"]
     # of save_freq: the last, which is the run's end
     assert saved_steps(tmp_path) == sorted({best, 4, 5, 7})
+    last = tmp_path / "global_step_7" / "actor" / "huggingface"
+    assert (tmp_path / "final_model" / "model.safetensors").samefile(last / "model.safetensors")
