@@ -105,6 +105,7 @@ def distill(
     *,
     environment: Environment = None,
     tools: Sequence[str | Callable[..., Any]] = (),
+    agent: Agent = None,
     recipe: str | Path | None = "distill",
     config: str | Path | Mapping[str, Any] | None = None,
     tokenizer: keys.PretrainedModel | None = None,
@@ -124,6 +125,7 @@ def distill(
     given.model("actor_rollout_ref.model", student, tokenizer)
     given.set("teacher.model" if isinstance(teacher, Mapping) else "teacher.model.path", teacher)
     given.environment(environment, tools)
+    given.agent(agent)
     return _train(given, on_step)
 
 

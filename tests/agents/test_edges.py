@@ -11,6 +11,7 @@ import socket
 import time
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from aiohttp import ClientConnectionResetError, web
 from scripted_agents import HI, KEYS, agents, answer, call, new_session
 from test_limits import _asks, _ended, _error, _Open
 
+from strop.agents import server
 from strop.agents import session as session_module
 from strop.agents.chat import Refusal, read_request
-from strop.agents.session import Node
+from strop.agents.session import Node, Session
 from strop.config.checks.check import check
 from strop.config.load import load_config
+from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rollout.agents import _Handler
@@ -202,6 +205,79 @@ def test_lone_surrogates_in_any_field_reach_no_file():
     result.non_tensor_batch["conversation"][0].encode()
 
 
+def test_a_row_with_other_tokens_than_were_sampled_for_it_stops_the_run(monkeypatch):
+    row = Session.row
+
+    def lacking(session: Session) -> Any:
+        found = row(session)
+        return found._replace(sampled=[False, *found.sampled[1:]])
+
+    monkeypatch.setattr(Session, "row", lacking)
+    with agents(_asks) as played, pytest.raises(TrainingError, match="1 sampled tokens .* gave it 2"):
+        played.play()
+
+
+def _sends_a_key(base_url):
+    """Send one body three times: twice with an idempotency key, as a client that does not count retries."""
+    import json
+    import urllib.request
+
+    body, names = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode(), []
+    for headers in ({"Idempotency-Key": "k"}, {"Idempotency-Key": "k"}, {}):
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        names.append(json.loads(urllib.request.urlopen(request).read())["id"])
+    return json.dumps(names)
+
+
+def test_an_equal_request_with_the_idempotency_key_of_one_before_gets_its_answer():
+    with agents(_sends_a_key) as played:
+        result = played.play()
+    first, again, another = json.loads(json.loads(result.non_tensor_batch["conversation"][0])["response"])
+    assert first == again != another
+    assert result.batch["n_turns"].tolist() == [2]
+
+
+def _asks_with_the_key_of_another(base_url, number, folder):
+    import pathlib
+    import time
+    import urllib.request
+
+    body, leaked = b'{"messages": [{"role": "user", "content": "Hi"}]}', pathlib.Path(folder, "key")
+    if number == 0:
+        urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+        leaked.write_text(base_url)
+        while leaked.exists():
+            time.sleep(0.02)
+        return "ok"
+    while not leaked.exists() or not leaked.read_text():
+        time.sleep(0.02)
+    urllib.request.urlopen(f"{leaked.read_text()}/chat/completions", body).read()
+    leaked.unlink()
+    return "ok"
+
+
+def test_what_is_asked_with_a_leaked_key_is_of_the_session_that_leaks_it(tmp_path):
+    with agents(_asks_with_the_key_of_another, prompts=2, lockstep=False) as played:
+        result = played.play(folder=[str(tmp_path)] * 2)
+    assert _ended(result) == ["stop", "stop"]
+    assert result.batch["n_turns"].tolist() == [2, 0]
+    assert result.batch["response_mask"].sum(1).tolist() == [4, 0]
+
+
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
+    monkeypatch.setattr(server, "_BODY_S", 0.3)
+    with _Open() as session:
+        url = urlsplit(session.url)
+        with socket.create_connection((url.hostname, url.port), timeout=20) as slow:
+            head = f"POST /s/{session.key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+            slow.sendall(f"{head}\r\n{{".encode())
+            answer = http.client.HTTPResponse(slow)
+            answer.begin()
+            refused = json.loads(answer.read())["error"]["message"]
+    assert (answer.status, answer.headers["x-should-retry"]) == (400, "false")
+    assert refused == "the body did not arrive within 0.3 s"
+
+
 def test_path_of_a_long_session_needs_no_recursion():
     node, request = None, read_request({"messages": HI})
     for _ in range(2000):
@@ -292,16 +368,37 @@ def test_a_session_without_requests_does_not_make_its_group_differ():
     assert not differing_groups(DataProto(columns), 2, "score").any()
 
 
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+SERVED = ("teacher.servers=[http://127.0.0.1:1]", "teacher.kl=sampled")
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("words", "keys"),
     [
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "2"),
-        ("reward_model.enable", "true"),
+        ("agent.path and agent.command", ["agent.path=a.py:run"]),
+        ("agent and environment are both set", ["environment.path=e.py:Own"]),
+        ("algorithm.adv_estimator=remax with agent", ["algorithm.adv_estimator=remax"]),
+        (
+            "trainer.async_steps=2 with agent.lockstep=False",
+            ["trainer.async_steps=2", "agent.lockstep=false"],
+        ),
+        ("name=http and agent: set 0 or 1", ["trainer.async_steps=2", f"{ROLLOUT}.name=http"]),
+        ("reward_model.enable=True with agent", ["reward_model.enable=true"]),
+        *(
+            (f"{name}.ulysses_sequence_parallel_size=2 with agent", [f"{name}.ulysses_sequence_parallel_size=2"])
+            for name in (ACTOR, "actor_rollout_ref.ref", "critic")
+        ),
+        (f"{ACTOR}.strategy=megatron with agent", [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"]),
+        ("teacher.servers with agent", SERVED),
+        (
+            "tensor_model_parallel_size=2 with agent",
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
+        ),
     ],
 )
-def test_passes_that_do_not_unfold_sessions_are_refused_before_a_model_loads(key, value):
-    config = load_config([*KEYS, "agent.command=x", "reward_model.model.path=r", f"{key}={value}"])
-    assert any(key in line and "agent" in line for line in check(config).errors)
+def test_what_sessions_cannot_be_combined_with_is_refused_before_a_model_loads(words, keys):
+    config = load_config([*KEYS, "agent.command=x", "reward_model.model.path=r", *keys])
+    assert any(words in line for line in check(config).errors), check(config).errors
 
 
 def test_the_endpoint_is_reached_without_a_proxy_at_any_address(monkeypatch):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 from scripted_agents import HI, agents, answer, call, ids_of, new_session
@@ -125,35 +127,31 @@ def _(given, right):
 
 @check("e02")
 def _(given, right):
-    with agents(_calls_after_the_end) as played:
-        result = played.play()
-    status, retried, requests = json.loads(json.loads(result.non_tensor_batch["conversation"][0])["response"])
-    assert status not in right["status_not_in"]
-    assert retried == "false"
-    assert requests == right["requests_seen"]
+    """Of a session that has ended, as the case has it, and of none: one request, and no wait."""
+    with agents(_asks) as played:
+        batch = played.rollout._begun(played.batch(), played.params)
+        played.rollout._complete([batch], 0)
+        url, key = batch.plays[0].values["base_url"], batch.plays[0].key
+        for base_url, status in ((url, 403), (url.replace(key, "0" * 32), 404)):
+            requests = []
+            with httpx.Client(event_hooks={"request": [requests.append]}) as own:
+                client = openai.OpenAI(base_url=base_url, api_key="x", http_client=own)  # its defaults
+                begun = time.monotonic()
+                with pytest.raises(openai.APIStatusError) as refused:
+                    client.chat.completions.create(model="m", messages=HI)
+            assert time.monotonic() - begun < right["seconds_below"]
+            assert refused.value.status_code == status
+            assert status not in right["status_not_in"]
+            assert refused.value.response.headers["x-should-retry"] == "false"
+            assert len(requests) == right["requests_seen"]
 
 
-def _calls_after_the_end(base_url, api_key):
-    """Return what the official client sees of a key that no session has."""
-    import json
-    import time
-
-    import httpx
+def _asks(base_url):
     import openai
 
-    requests = []
-    client = httpx.Client(event_hooks={"request": [requests.append]})
-    own = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=client)
-    own.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-    requests.clear()
-    ended = openai.OpenAI(base_url=base_url.replace(api_key, "0" * 32), api_key="x", http_client=client)
-    begun = time.monotonic()
-    try:
-        ended.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-    except openai.APIStatusError as error:
-        assert time.monotonic() - begun < 0.5
-        return json.dumps([error.status_code, error.response.headers["x-should-retry"], len(requests)])
-    return None
+    client = openai.OpenAI(base_url=base_url, api_key="x")
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    return "end"
 
 
 @check("e03")

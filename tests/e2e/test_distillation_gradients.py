@@ -67,12 +67,18 @@ def expected_loss(student: torch.nn.Module, teacher: torch.nn.Module, batch: dic
             total = total + (found[chosen] * q_N).sum() / n
         elif kind == "reverse":
             total = total + (q * (log_q - log_p)).sum() / n
+        elif kind == "forward":
+            total = total + (p * (log_p - log_q)).sum() / n
+        elif kind == "top 4":  # forward, all others as one word
+            chosen = log_p.topk(4).indices
+            p, q = (torch.cat([x.gather(1, chosen), 1 - x.gather(1, chosen).sum(1, True)], 1) for x in (p, q))
+            total = total + (p * (p / q).log()).sum() / n
         elif kind == "js":
             total = total + (0.3 * p * (log_p - m) + 0.7 * q * (log_q - m)).sum() / n
     return total, sampled
 
 
-@pytest.mark.parametrize("kind", ["sampled", "reverse", "js"])
+@pytest.mark.parametrize("kind", ["sampled", "reverse", "forward", "js", "top 4"])
 @pytest.mark.parametrize("case", ["plain", "padded head", "turns"])
 def test_the_first_gradient_is_that_of_transformers(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, case: str
@@ -92,7 +98,8 @@ def test_the_first_gradient_is_that_of_transformers(
     own_update, own_step = ActorRolloutRefWorker._update, TorchEngine.optimizer_step
     monkeypatch.setattr(ActorRolloutRefWorker, "_update", update)
     monkeypatch.setattr(TorchEngine, "optimizer_step", step)
-    keys = [f"teacher.kl={kind}", *(["teacher.js_weight=0.3"] if kind == "js" else [])]
+    more = {"js": ["teacher.js_weight=0.3"], "top 4": ["teacher.top_k=4"]}.get(kind, [])
+    keys = [f"teacher.kl={'forward' if kind == 'top 4' else kind}", *more]
     if case == "turns":
         keys += [f"environment.path={inputs / 'replies.py'}:Replies", *TURNS]
     layout = FEW_ROWS if case == "plain" else PACKED

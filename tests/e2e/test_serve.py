@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from strop.cli import serve as command
 from strop.data.pictures.expand import load_processor
+from strop.listening import Address
 from strop.rollout.base import Samples
 from strop.trainer.serve import _Handler, serving
 
@@ -378,6 +379,48 @@ def test_the_command_prints_address_and_key_and_ends_by_ctrl_c(model):
     assert printed.startswith("strop ")
     assert printed.endswith("stopped by Ctrl-C\n")
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "token", "said"),
+    [
+        ([], "mine", "mine", "key: that of STROP_SERVE_TOKEN\n"),
+        (["--no-token"], "mine", None, "Everyone who reaches this address can use the model: it has no token.\n"),
+        ([], "", None, "key: "),
+    ],
+    ids=["of the environment", "none", "new"],
+)
+def test_the_key_is_that_of_the_environment_else_a_new_one(
+    model, monkeypatch, capsys, options, variable, token, said
+):
+    found = []
+
+    @contextlib.contextmanager
+    def instead(config, *, host, port, token):
+        found.append(token)
+        yield Address(host, port, token), lambda: None
+
+    monkeypatch.setenv("STROP_SERVE_TOKEN", variable)
+    monkeypatch.setattr("strop.trainer.serve.serving", instead)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    command.run(parser.parse_args([str(model), "--port", "0", *options]))
+    expected = said + (f"{found[0]}\n" if said == "key: " else "")
+    assert capsys.readouterr().out.endswith(f"(Ctrl-C ends)\n{expected}")
+    assert found == [token] or len(found[0]) == 32
+
+
+def test_the_iteration_of_a_run_folder_is_that_of_the_options(model, monkeypatch):
+    found, own = [], command.settings
+
+    def instead(*, step, best, **given):
+        found.append((step, best))
+        return own(**given)
+
+    monkeypatch.setattr(command, "settings", instead)
+    for options in ([], ["--best"], ["--step", "3"]):
+        settings(model, *options)
+    assert found == [(None, False), (None, True), (3, False)]
 
 
 SMOLLM2 = os.environ.get("STROP_SMOLLM2", "")

@@ -2,28 +2,78 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from strop.config.checks.check import check
+from strop.config.load import load_config
+
 import runs
+import tiny_model
 from fake_vllm import FakeVLLM
 
+ALONE = (
+    *("teacher.kl=sampled", "trainer.total_training_steps=1"),
+    *("reward_model.reward_manager=none", "algorithm.adv_estimator=grpo", "trainer.val_before_train=False"),
+    *("trainer.test_freq=-1", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.logger=[jsonl]"),
+)
 
-def test_servers_judge_by_the_log_prob_of_each_token(tmp_path):
-    inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19)
-    keys = (
-        *(f"teacher.servers=[{server.url}]", "teacher.kl=sampled", "trainer.total_training_steps=1"),
-        *(
-            "reward_model.reward_manager=none",
-            "algorithm.adv_estimator=grpo",
-            "trainer.val_before_train=False",
-        ),
-        *("trainer.test_freq=-1", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
-    )
+
+def told(server, row):
+    """The log-probs of a row's response by a server."""
+    scores = server.scores([*row["prompt_ids"], *row["response_ids"]])[len(row["prompt_ids"]) :]
+    return [item[str(token)]["logprob"] for item, token in zip(scores, row["response_ids"], strict=True)]
+
+
+def rows_of(run):
+    return pq.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()
+
+
+def test_servers_judge_by_the_log_prob_of_each_token(tmp_path, monkeypatch):
+    inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19, token="of the teacher")
+    monkeypatch.setenv("OF_THE_TEACHER", "of the teacher")
+    keys = (*ALONE, f"teacher.servers=[{server.url}]", "teacher.token_env=OF_THE_TEACHER")
     runs.train(runs.overrides(inputs, tmp_path / "run", *keys)).shutdown()
-    table = pq.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    table = rows_of(tmp_path / "run")
     assert len(table) == 16
     for row in table:
-        scores = server.scores([*row["prompt_ids"], *row["response_ids"]])[len(row["prompt_ids"]) :]
-        told = [item[str(token)]["logprob"] for item, token in zip(scores, row["response_ids"], strict=True)]
-        assert row["teacher_log_prob"] == pytest.approx(told, abs=1e-3)
+        assert row["teacher_log_prob"] == pytest.approx(told(server, row), abs=1e-3)
+
+
+def test_of_two_data_sources_a_server_judges_one_and_a_model_the_other(tmp_path):
+    inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19)
+    tiny_model.save(inputs / "teacher", hidden=48, seed=5)
+    table = pq.read_table(inputs / "train.parquet")
+    sources = pa.array(["served" if row % 2 else "here" for row in range(len(table))])
+    place = table.schema.names.index("data_source")
+    pq.write_table(table.set_column(place, "data_source", sources), inputs / "train.parquet")
+    model = f"{{model: {{path: {inputs / 'teacher'}}}}}"
+    by_source = f"teacher.by_source={{here: {model}, served: {{servers: ['{server.url}']}}}}"
+    runs.train(runs.overrides(inputs, tmp_path / "run", *ALONE, by_source)).shutdown()
+    found = {"here": [], "served": []}
+    for row in rows_of(tmp_path / "run"):
+        is_servers = row["teacher_log_prob"] == pytest.approx(told(server, row), abs=1e-3)
+        found[row["data_source"]].append(is_servers)
+    assert set(found["here"]) == {False}
+    assert set(found["served"]) == {True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["teacher.servers=[somewhere]"], "teacher.servers: 'somewhere' is no URL"),
+        (["teacher.servers=['http://me:secret@host:1']"], "teacher.servers: host has a login"),
+        (
+            ["teacher.by_source={a: {servers: ['http://host:1?x=1']}}"],
+            "teacher.by_source.a.servers: host has a query",
+        ),
+        (
+            ["teacher.servers=[http://host:1]", "teacher.token_env=NO_SUCH"],
+            "teacher.token_env=NO_SUCH: this variable is not set",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused_before_a_model_loads(keys, words):
+    config = load_config(["actor_rollout_ref.model.path=m", "data.train_files=f", *ALONE, *keys])
+    assert any(words in line for line in check(config).errors), check(config).errors

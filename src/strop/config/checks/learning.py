@@ -28,6 +28,7 @@ from strop.config.names import (
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import has_kl_in_reward, has_reward, is_off_policy, uses_critic, uses_teacher
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.agent import uses_agent
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.teacher import teachers_of
 from strop.errors import ConfigError, did_you_mean
@@ -112,6 +113,18 @@ def teachers(config: Config) -> Iterator[Finding]:
             f"{_ROLLOUT}.temperature={temperature:g} with servers as teachers: their log-probs are of "
             "temperature 1; set it to 1"
         )
+    if uses_agent(config):
+        yield error(
+            "teacher.servers with agent: they judge a row as one sequence, and sessions have branches; set "
+            "teacher.model.path"
+        )
+    token_env = config.teacher.token_env
+    for one in found:
+        key = "teacher.servers" if one.source is None else f"teacher.by_source.{one.source}.servers"
+        for fault in filter(None, (fault_of_url(url, "teacher.token_env") for url in one.servers)):
+            yield error(f"{key}: {fault}")
+    if token_env and not os.environ.get(token_env):
+        yield error(f"teacher.token_env={token_env}: this variable is not set")
 
 
 class TrainedModel(NamedTuple):
