@@ -213,7 +213,7 @@ def test_a_row_with_other_tokens_than_were_sampled_for_it_stops_the_run(monkeypa
         return found._replace(sampled=[False, *found.sampled[1:]])
 
     monkeypatch.setattr(Session, "row", lacking)
-    with agents(_asks) as played, pytest.raises(TrainingError, match="1 sampled tokens .* gave it 2"):
+    with agents(_asks) as played, pytest.raises(TrainingError, match=r"1 sampled tokens .* gave it 2"):
         played.play()
 
 
@@ -385,10 +385,16 @@ SERVED = ("teacher.servers=[http://127.0.0.1:1]", "teacher.kl=sampled")
         ("name=http and agent: set 0 or 1", ["trainer.async_steps=2", f"{ROLLOUT}.name=http"]),
         ("reward_model.enable=True with agent", ["reward_model.enable=true"]),
         *(
-            (f"{name}.ulysses_sequence_parallel_size=2 with agent", [f"{name}.ulysses_sequence_parallel_size=2"])
+            (
+                f"{name}.ulysses_sequence_parallel_size=2 with agent",
+                [f"{name}.ulysses_sequence_parallel_size=2"],
+            )
             for name in (ACTOR, "actor_rollout_ref.ref", "critic")
         ),
-        (f"{ACTOR}.strategy=megatron with agent", [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"]),
+        (
+            f"{ACTOR}.strategy=megatron with agent",
+            [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"],
+        ),
         ("teacher.servers with agent", SERVED),
         (
             "tensor_model_parallel_size=2 with agent",

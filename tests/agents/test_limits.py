@@ -326,6 +326,23 @@ def test_limits_end_a_session_whose_program_does_not_expect_them():
     assert json.loads(result.non_tensor_batch["conversation"][0])["turns"][-1]["text"] == "A"
 
 
+def _asks_plainly(base_url):
+    import urllib.request
+
+    body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+    urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+    return "ok"
+
+
+def test_time_in_which_a_program_waits_for_an_answer_does_not_count():
+    def slowly(context: list[int], seed: int | None) -> str:
+        time.sleep(2.5)
+        return "A"
+
+    with agents(_asks_plainly, slowly, timeout=2) as played:
+        assert _ended(played.play()) == ["stop"]
+
+
 def _sets_limits(base_url):
     """Return how answers end: by themselves, cut by a limit, at a stop text, and within calls."""
     import json

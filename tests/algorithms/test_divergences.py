@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strop.algorithms import output_layer
 from strop.algorithms.distillation import chosen_log_probs, compare, cut, divergence, top_words
@@ -79,6 +83,41 @@ def test_values_and_gradients(kind: str, temperature: float) -> None:
     for ours, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=2e-5)
     assert torch.equal(found.agrees_N.bool(), p.argmax(-1) == q.argmax(-1))
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+        self.most = max([self.most, *(one.untyped_storage().nbytes() // one.element_size() for one in made)])
+        return found
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "top 64"])
+def test_no_tensor_of_tokens_by_vocabulary_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the vocabulary of Qwen2.5, with room for the products of a few rows only."""
+    monkeypatch.setattr(output_layer, "_KEPT", 1 << 20)
+    n, vocabulary = 64, 151_936
+    draw = torch.Generator().manual_seed(0)
+    hidden, states = (torch.randn(n, width, generator=draw) for width in (8, 12))
+    layer, teacher = (OutputLayer(torch.randn(vocabulary, width, generator=draw)) for width in (8, 12))
+    hidden.requires_grad_()
+    layer.weight_VH.requires_grad_()
+    with Largest() as largest:
+        if kind == "top 64":
+            ids, top = top_words(states, teacher, 64, temperature=1.0)
+            found = divergence(top, chosen_log_probs(hidden, layer, ids, temperature=1.0)[0], "forward")
+        else:
+            options = {"kind": kind, "js_weight": 0.5, "temperature": 1.0}
+            found = compare(hidden, layer, states, teacher, **options).divergence_N
+        found.sum().backward()
+    assert largest.most <= vocabulary * 12 < n * vocabulary  # a gradient of the larger output layer
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -252,6 +252,9 @@ def test_hidden_states_of_a_teacher_are_counted_where_the_samples_are(model, mon
     def checked(*keys):
         config = load_config(settings(model, f"teacher.model.path={model}", *keys))
         need = forecast(config, BatchPlan.from_config(config)).resident
+        assert need["teacher: weights"] > 0
+        layer = need.get("teacher: output layer beside the actor")
+        assert layer == (None if {"teacher.top_k=3", "teacher.kl=sampled"} & {*keys} else 50 * 16 * 4)
         return need.get("samples: hidden states, likeliest words"), check(config).errors
 
     large = ("data.train_batch_size=1024", "data.max_response_length=1000")

@@ -385,7 +385,12 @@ def test_the_command_prints_address_and_key_and_ends_by_ctrl_c(model):
     ("options", "variable", "token", "said"),
     [
         ([], "mine", "mine", "key: that of STROP_SERVE_TOKEN\n"),
-        (["--no-token"], "mine", None, "Everyone who reaches this address can use the model: it has no token.\n"),
+        (
+            ["--no-token"],
+            "mine",
+            None,
+            "Everyone who reaches this address can use the model: it has no token.\n",
+        ),
         ([], "", None, "key: "),
     ],
     ids=["of the environment", "none", "new"],

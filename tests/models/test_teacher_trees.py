@@ -38,7 +38,9 @@ def test_each_branch_is_compared_at_its_own_tokens_whatever_stands_at_the_others
         assert not outputs["teacher_kl"][batch["response_mask"] == 0].any()
         for row, ids, own in token_trees.sequences(batch):
             models = (teacher.hugging_face_model, policy.hugging_face_model)
-            log_p, log_q = (model(torch.tensor([ids])).logits[0, :, :WORDS].log_softmax(-1) for model in models)
+            log_p, log_q = (
+                model(torch.tensor([ids])).logits[0, :, :WORDS].log_softmax(-1) for model in models
+            )
             if top_k is not None:
                 best = log_p.topk(top_k).indices
                 rest = torch.ones_like(log_p).scatter(1, best, 0)

@@ -15,6 +15,7 @@ from strop.prepare import prepare
 
 import forked
 import runs
+import tiny_model
 from supervised_runs import final_weights, make_inputs, metrics, overrides, require_equal_weights, train
 
 HH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hh_rlhf"
@@ -23,14 +24,30 @@ HH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hh_rlhf"
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("ranks"))
+    folder = make_inputs(tmp_path_factory.mktemp("ranks"))
+    tiny_model.save(folder / "teacher", hidden=48, seed=5)
+    return folder
+
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("sft", ()),
+        ("train-rm", ()),
+        ("dpo", ()),
+        ("sft", ("teacher.model.path={}/teacher", "update.nll_coef=0.5")),
+        ("sft", ("teacher.model.path={}/teacher", "teacher.kl=reverse", "teacher.top_k=4")),
+    ],
+    ids=["sft", "train-rm", "dpo", "teacher", "likeliest words of a teacher"],
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
-def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
+@KINDS
+def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind, keys):
     """7 rows a batch: one rank has a row more, the other one that is padding."""
-    options = ("data.train_batch_size=7", "update.micro_batch_size_per_gpu=3")
+    own = (key.format(inputs) for key in keys)
+    options = ("data.train_batch_size=7", "update.micro_batch_size_per_gpu=3", *own)
     train(kind, overrides(inputs, tmp_path / "one", *options))
     two = train(kind, overrides(inputs, tmp_path / "two", *options, "trainer.n_gpus_per_node=2"))
     assert two.group.world_size == 2
@@ -44,9 +61,10 @@ def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
-def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind):
-    options = ("trainer.save_freq=1", "trainer.total_training_steps=40", "trainer.test_freq=20")
+@KINDS
+def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind, keys):
+    own = (key.format(inputs) for key in keys)
+    options = ("trainer.save_freq=1", "trainer.total_training_steps=40", "trainer.test_freq=20", *own)
     straight = train(kind, overrides(inputs, tmp_path / "straight", *options))
     again = overrides(inputs, tmp_path / "killed", *options)
     with forked.start(["-m", "strop.cli", kind, *again]) as process:
