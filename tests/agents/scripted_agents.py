@@ -20,7 +20,7 @@ from strop.data.prompts import encode_prompts
 from strop.passed import passing
 from strop.protocol import DataProto
 from strop.rollout.agents import AgentRollout
-from strop.rollout.base import Samples, SamplingParams
+from strop.rollout.base import GenerationStopped, Samples, SamplingParams
 from strop.rollout.in_flight import InFlight
 
 from byte_tokenizer import CHATML, STOP, byte_tokenizer
@@ -69,9 +69,17 @@ class ScriptedEngine:
         self.says, self.contexts = says, []
         self.special_ids = {"pad_token_id": 0, "eos_token_ids": [STOP], "hidden_token_ids": []}
         self.advanced = None
+        self.is_stopping = False
 
     def columns_of(self, batch: Any) -> DataProto:
         return DataProto()
+
+    def stop(self) -> None:
+        self.is_stopping = True
+
+    def require_going_on(self) -> None:
+        if self.is_stopping:
+            raise GenerationStopped
 
     @contextlib.contextmanager
     def waves(self, params: SamplingParams) -> Any:

@@ -22,6 +22,7 @@ from scripted_agents import HI, Agents, agents, ids_of
 from strop.agents import program
 from strop.columns import ENDED_BY
 from strop.errors import CheckpointError, ConfigError, RewardError, TrainingError
+from strop.rollout.base import GenerationStopped
 from strop.trainer.ppo import require_samples
 
 
@@ -88,6 +89,15 @@ class _Open:
         self.agents.rollout._settings = SimpleNamespace(timeout=0.0, lockstep=True)
         self._thread.join()
         self.agents.close()
+
+
+def test_programs_that_compute_are_left_when_the_run_ends():
+    with agents(_sleeps) as made:
+        timer = threading.Timer(0.5, made.rollout.stop)
+        timer.start()
+        with pytest.raises(GenerationStopped):
+            made.play()
+        assert made.engine.contexts == []
 
 
 def test_requests_that_are_refused_say_why_once():

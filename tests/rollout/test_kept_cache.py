@@ -160,8 +160,8 @@ def test_the_cache_grows_with_its_longest_row_only(monkeypatch):
     sizes = []
     insert = decoding._insert
 
-    def inserting(model, kept, names, contexts, tokens):
-        found = insert(model, kept, names, contexts, tokens)
+    def inserting(model, kept, names, contexts, *rest):
+        found = insert(model, kept, names, contexts, *rest)
         sizes.append((len(names), contexts.input_ids.shape[1], kept.cache.layers[0].stored_keys.shape))
         return found
 

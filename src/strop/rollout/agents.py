@@ -169,6 +169,10 @@ class AgentRollout:
         self._queue.forget(batch)
         return result
 
+    def stop(self) -> None:
+        """See ``RolloutEngine.stop``."""
+        self._engine.stop()
+
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``: answers by session; programs are started again."""
         with self._changed:
@@ -236,6 +240,7 @@ class AgentRollout:
         while True:
             begun = time.monotonic()
             while not self._is_ready(oldest, plays):
+                self._engine.require_going_on()
                 time.sleep(_GATHER_S)
             oldest.wait_s += time.monotonic() - begun
             ended = sum(play.state == "ended" for play in oldest.plays)

@@ -95,6 +95,10 @@ def tokens_only(advanced: Advanced) -> Advanced:
     return lambda _, tokens: advanced(0, tokens)
 
 
+class GenerationStopped(Exception):
+    """A generation was left because the run is ending: nothing waits for its samples."""
+
+
 class RolloutEngine(Protocol):
     """Generate responses. A new back-end is one class with these methods and an entry in ``ROLLOUTS``."""
 
@@ -136,6 +140,14 @@ class RolloutEngine(Protocol):
         [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is called for
         samples of ``batch`` only, also for those that were complete before this call. Raises
         ``TrainingError`` if ``batch`` is not the oldest.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Let the generation that is under way, and all later ones, raise ``GenerationStopped`` soon.
+
+        Called from another thread, on each rank at another time. Ranks that generate together leave together,
+        so that all take part in the collectives of the next call.
         """
         ...
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from strop.protocol import DataProto
-from strop.rollout.base import Advanced, Finished, SamplingParams
+from strop.rollout.base import Advanced, Finished, GenerationStopped, SamplingParams
 from strop.rollout.in_flight import InFlight, Queue
 
 if TYPE_CHECKING:
     from strop.rollout.episodes import Episodes
 
+
+Item = TypeVar("Item")
+_LOOK_S = 0.25
+"""Longest time between two looks at ``stop`` while a generation waits for others."""
 
 Wave = Callable[[Sequence[InFlight], int], None]
 """Generate batches with weights of a version until the first one is complete."""
@@ -39,6 +45,7 @@ class QueuedRollout:
         self._episodes = episodes
         self.advanced: Advanced = lambda done, tokens: None
         self._queue = Queue[InFlight]()
+        self._stopping = threading.Event()
 
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
@@ -62,6 +69,22 @@ class QueuedRollout:
         versions = oldest.versions[oldest.own].to(result.batch["responses"].device)
         self._queue.forget(batch)
         return result.union(DataProto({"rollout_versions": versions})).union(turns)
+
+    def stop(self) -> None:
+        """See ``RolloutEngine.stop``."""
+        self._stopping.set()
+
+    def require_going_on(self) -> None:
+        """Raise ``GenerationStopped`` after ``stop``; engines call it before each step."""
+        if self._stopping.is_set():
+            raise GenerationStopped
+
+    def _arrival(self, arrived: SimpleQueue[Item]) -> Item:
+        """Wait for the next item; ``GenerationStopped`` after ``stop``."""
+        while True:
+            self.require_going_on()
+            with contextlib.suppress(Empty):
+                return arrived.get(timeout=_LOOK_S)
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``."""

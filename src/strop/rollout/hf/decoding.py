@@ -124,6 +124,7 @@ def decode(
     advanced: Advanced | None = None,
     kept: Kept | None = None,
     names: Sequence[Hashable] = (),
+    before_pass: Callable[[], None] = lambda: None,
 ) -> Samples:
     """Decode each row until a stop id or its limit; call it in eval mode, without gradient.
 
@@ -131,14 +132,15 @@ def decode(
     are the tokens that each row may get, T the largest. ``truncated`` of the result: without a stop id.
     ``finished`` is called with the new tokens of rows that leave the batch before the awaited ones are
     complete. ``kept`` keeps the rows, by their ``names``; if it has all of them, they go on from there.
+    ``before_pass`` is called before each forward pass; what it raises ends the call.
     """
     most, cuts = max(limits), set(limits)
     if kept is None or not kept.has(names):
         cache, logits_RV, position_R = _prefill(
-            model, reader, windows, contexts, most, cache_dtype, keeps=kept is not None
+            model, reader, windows, contexts, most, cache_dtype, before_pass, keeps=kept is not None
         )
     else:
-        cache, logits_RV = _insert(model, kept, names, contexts, most)
+        cache, logits_RV = _insert(model, kept, names, contexts, most, before_pass)
         position_R = contexts.position_ids[contexts.of_row, -1]
     total, device = len(logits_RV), logits_RV.device
     # by step: each step writes one contiguous row
@@ -180,6 +182,7 @@ def decode(
                     rows_R, tokens_R = rows_R[keep], tokens_R[keep]
                     positions_R1, active_R = positions_R1[keep], active_R[keep]
                     awaited_R = awaited_R[keep]
+            before_pass()
             positions_R1 = positions_R1 + 1
             inputs = PassInputs(tokens_R[:, None], positions_R1, cache.next_column(keep))
             logits_RV = _last_logits(model, inputs, past_key_values=cache)
@@ -213,6 +216,7 @@ def _prefill(
     contexts: Contexts,
     tokens: int,
     cache_dtype: torch.dtype,
+    before_pass: Callable[[], None],
     *,
     keeps: bool,
 ) -> tuple[DecodeCache, Tensor, Tensor]:
@@ -225,6 +229,7 @@ def _prefill(
     logits: list[Tensor] = []
     positions: list[Tensor] = []
     for longest, chosen in _passes(contexts.attention_mask.sum(1)):
+        before_pass()
         inputs, prefilled = reader.inputs(contexts.columns(chosen, longest)), DynamicCache()
         logits.append(_last_logits(model, inputs, past_key_values=prefilled))
         positions.append(inputs.last_position)
@@ -248,13 +253,19 @@ def _prefill(
 
 
 def _insert(
-    model: PreTrainedModel, kept: Kept, names: Sequence[Hashable], contexts: Contexts, tokens: int
+    model: PreTrainedModel,
+    kept: Kept,
+    names: Sequence[Hashable],
+    contexts: Contexts,
+    tokens: int,
+    before_pass: Callable[[], None],
 ) -> tuple[DecodeCache, Tensor]:
     """Add to the kept cache what its rows' contexts have more; return it, and logits as ``_prefill`` does."""
     cache, new_R = kept.align(names, contexts, tokens)
     order: list[Tensor] = []
     logits: list[Tensor] = []
     for longest, chosen in _passes(new_R, contexts.input_ids.shape[1]):
+        before_pass()
         # rows with fewer new tokens compute some of the others again
         columns, past = contexts.columns(chosen, longest), cache.before(longest, chosen)
         mask = contexts.attention_mask[chosen]

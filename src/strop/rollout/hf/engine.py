@@ -197,6 +197,7 @@ class HFRollout(QueuedRollout):
                 # between turns positions go on from the number of tokens, which pictures change
                 kept=kept if len(rows) <= size and not _has_pictures(oldest) else None,
                 names=[row.name for row in part],
+                before_pass=self.require_going_on,
             )
             _append(part, samples, version)
             longest = max(longest, int(samples.lengths[:first].max()) if first else 0)

@@ -162,7 +162,7 @@ class HTTPRollout(QueuedRollout):
             for number in range(len(places)):
                 go_on(number)
             while not (bool(oldest.complete.all()) and dues()[1]):
-                number, insert = arrived.get()
+                number, insert = self._arrival(arrived)
                 insert()
                 answered = running.pop(number)
                 if answered is not None and number < n_first:

@@ -47,6 +47,7 @@ from strop.protocol import DataProto
 from strop.rollout.base import (
     PROMPT_COLUMNS,
     Finished,
+    GenerationStopped,
     RolloutSpec,
     Samples,
     SamplingParams,
@@ -76,6 +77,8 @@ from strop.rollout.vllm.settings import (
 logger = logging.getLogger(__name__)
 _ENDS = ("stop", "length", "repetition")
 """Reasons for the end of a request that ran as it should."""
+_LOOK_EVERY = 16
+"""Steps of an engine over several ranks from one look at ``stop`` to the next, which is a collective."""
 
 
 class VLLMRollout(QueuedRollout):
@@ -244,8 +247,9 @@ class VLLMRollout(QueuedRollout):
             go_on(row)
         try:
             while running or asked:
+                self.require_going_on()
                 while asked and not (running and arrived.empty()):
-                    row, insert = arrived.get()
+                    row, insert = self._arrival(arrived)
                     insert()
                     asked.remove(row)
                     go_on(row)
@@ -291,7 +295,10 @@ class VLLMRollout(QueuedRollout):
                 # Of a later batch the tokens are needed whenever the first one is complete.
                 kind = RequestOutputKind.FINAL_ONLY if batch is oldest else RequestOutputKind.CUMULATIVE
                 self._add(key, batch, row, kind)
-            while left:
+            for number in itertools.count():
+                if not left:
+                    break
+                self._look(number)
                 steps, before = list[Any](engine.step()), left
                 for output in steps:
                     batch, row = running[output.request_id]
@@ -308,6 +315,17 @@ class VLLMRollout(QueuedRollout):
         finally:
             engine.abort_request(list(running))
         return [*outputs.values()]
+
+    def _look(self, step: int) -> None:
+        """Raise ``GenerationStopped`` after ``stop``, on all ranks of an engine before the same step."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            self.require_going_on()
+        elif step % _LOOK_EVERY == 0:
+            stopping = torch.tensor(int(self._stopping.is_set()))
+            torch.distributed.all_reduce(stopping, torch.distributed.ReduceOp.MAX, group.cpu_group)
+            if stopping:
+                raise GenerationStopped
 
     def _add(self, key: str, batch: InFlight, row: int, kind: RequestOutputKind) -> None:
         self._llm.llm_engine.add_request(key, self._prompt(batch, row), self._sampling(batch, row, kind))
