@@ -1,9 +1,9 @@
 """Disturbs a worker from inside: imported there as a model's ``external_lib``, as a user's package would be.
 
 The environment variable SABOTAGE is JSON: ``method`` of a worker, ``call`` (which call of it in this
-process, from 1), ``rank``, ``deed`` (``kill``, ``raise``, ``give up``, ``sleep``), ``marker``: a file that
-is written first and keeps a second process from doing it again, unless ``again``; ``after``: strike when the
-method has done its work.
+process, from 1), ``rank`` (null: all), ``deed`` (``kill``, ``raise``, ``give up``, ``sleep``, ``crawl``:
+generate slowly from then on), ``marker``: a file that is written first and keeps a second process from doing
+it again, unless ``again``; ``after``: strike when the method has done its work.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import functools
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from strop.engines.torch import state
 from strop.errors import ModelError
+from strop.rollout.hf import decoding
 from strop.workers.base import Worker
 from strop.workers.policy import ActorRolloutRefWorker
 
@@ -27,7 +29,11 @@ calls = 0
 
 def strike(rank: int) -> None:
     marker = Path(plan["marker"])
-    if rank != plan["rank"] or calls != plan["call"] or (marker.exists() and not plan.get("again")):
+    if (
+        plan["rank"] not in (None, rank)
+        or calls != plan["call"]
+        or (marker.exists() and not plan.get("again"))
+    ):
         return
     marker.write_text(f"{os.getpid()} {time.time()}")
     print(f"about to {plan['deed']} in {plan['method']}", flush=True)
@@ -37,8 +43,32 @@ def strike(rank: int) -> None:
         raise RuntimeError("the saboteur was here")
     elif plan["deed"] == "give up":
         raise ModelError("the saboteur has the weights")
+    elif plan["deed"] == "crawl":
+        crawl(rank)
     else:
         time.sleep(10_000)
+
+
+def crawl(rank: int) -> None:
+    """Let each token take half a second, on each rank a little more, and rank 0 hear late of a stop."""
+    delay(decoding, "next_tokens", 0.5 + 0.2 * rank)
+    if "vllm" in sys.modules:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        delay(LLMEngine, "step", 0.5 + 0.2 * rank)
+    if rank == 0:
+        delay(ActorRolloutRefWorker, "stop_generation", 2.0)
+
+
+def delay(owner: Any, name: str, seconds: float) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, delayed)
 
 
 def disturb(owner: Any, name: str, rank_of: Any) -> None:

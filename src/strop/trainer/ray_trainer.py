@@ -414,6 +414,12 @@ class ReinforcementRun(Run):
         if self.trainer.pipeline is not None:
             self.trainer.pipeline.mark()
 
+    def save(self, *, by_time: bool, stopping: bool = False) -> None:
+        if stopping and not self.settings.async_steps:  # ahead, the checkpoint has the samples in flight
+            # a process on Ray executes one call after another: the save would wait for the generation
+            self.trainer.rollout.stop_generation()
+        super().save(by_time=by_time, stopping=stopping)
+
     @property
     def late_part(self) -> Callable[[Path], LatePart | None] | None:
         """Samples in flight are a part of the checkpoint."""

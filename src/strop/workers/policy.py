@@ -256,6 +256,14 @@ class ActorRolloutRefWorker(RoleWorker):
         result.meta_info["generation"] = times
         return result
 
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
+    def stop_generation(self) -> None:
+        """Let ``generate_sequences`` raise ``GenerationStopped`` from now on, also where it is under way.
+
+        A run that ends calls it, so that its last save does not wait for samples that nothing uses.
+        """
+        self.rollout.stop()
+
     @register(Dispatch.DATA_PARALLEL)
     def admit_prompts(self, prompts: DataProto) -> None:
         """Queue prompts ahead, as batch number ``meta_info["batch"]``; numbers ascend.

@@ -1,0 +1,75 @@
+"""Runs on Ray that are stopped amid a long generation: saved in seconds, and the same numbers in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from strop.checkpoint.folder import saved_steps, verify
+
+import tiny_model
+from messages import mentions
+from outside import require_vllm
+from ray_runs import RayRun, trained_weights
+from runs import make_inputs, metrics, overrides, train
+
+TOKENS = 192
+SETTINGS = (
+    "trainer.n_gpus_per_node=2",
+    "trainer.worker_group=ray",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=3",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    f"data.max_response_length={TOKENS}",
+    "actor_rollout_ref.rollout.ignore_eos=true",
+    "+actor_rollout_ref.model.external_lib=saboteur",
+)
+ONE_ENGINE = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.max_num_seqs=16",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+)
+ENDS = {"SIGINT": ("Ctrl-C", 130), "SIGTERM": ("SIGTERM", 143)}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    tiny_model.save(folder / "model", hidden=64)  # whose heads vLLM computes
+    (folder / "reward.py").write_text("def compute_score(solution_str): return len(solution_str) % 2\n")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rollout", "how"), [((), "SIGTERM"), (ONE_ENGINE, "SIGINT")], ids=["hf", "vllm"])
+def test_ranks_leave_a_generation_for_the_last_save(inputs, tmp_path, ray_session, rollout, how):
+    """Each of the last iteration's tokens takes half a second, and the ranks hear of the stop apart."""
+    if rollout:
+        require_vllm()
+    folders = tmp_path / "run", tmp_path / "undisturbed"
+    settings = *SETTINGS, *rollout, f"custom_reward_function.path={inputs / 'reward.py'}"
+    stopped, undisturbed = (overrides(inputs, folder, *settings) for folder in folders)
+    sabotage = {"method": "generate_sequences", "call": 3, "rank": None, "again": True, "deed": "crawl"}
+    run = RayRun(stopped, sabotage=sabotage | {"marker": str(tmp_path / "marker")})
+    struck = run.wait_until_struck()
+    time.sleep(max(struck + 5 - time.time(), 0))  # amid it
+    name, status = ENDS[how]
+    at = time.time()
+    os.killpg(run.process.pid, getattr(signal, how))
+    assert run.wait() == status, run.console[-3000:]
+    saved = (folders[0] / "latest_checkpointed_iteration.txt").stat().st_mtime - at
+    assert saved < 20 < 0.5 * TOKENS - 5
+    assert mentions(run.console, f"{name}: stopped at step 2, saved; the same command goes on")
+    assert not mentions(run.console, "rror")
+    assert saved_steps(folders[0]) == [2]
+    verify(folders[0] / "global_step_2")
+    run.seconds_until_gone(at_most=30)
+    for options in (stopped, undisturbed):
+        train(options).shutdown()
+    assert trained_weights(folders[0], 3) == trained_weights(folders[1], 3)
+    assert metrics(folders[0]) == metrics(folders[1])
