@@ -110,8 +110,8 @@ def warn_of_generation_config(key: str, model: ModelConfig, cache_dir: Any) -> N
     folder = local_tokenizer(model.path, cache_dir)
     if problem := generation_problem(folder):
         logger.warning(
-            "%s.path=%s: its generation_config.json is not valid to transformers, and is saved as it is with "
-            "the trained model; correct it there for programs that generate by it (%s)",
+            "%s.path=%s: its generation configuration is not valid to transformers, and is saved as it is "
+            "with the trained model; correct it there for programs that generate by it (%s)",
             key,
             model.path,
             problem,

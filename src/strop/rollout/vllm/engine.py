@@ -295,10 +295,10 @@ class VLLMRollout(QueuedRollout):
                 # Of a later batch the tokens are needed whenever the first one is complete.
                 kind = RequestOutputKind.FINAL_ONLY if batch is oldest else RequestOutputKind.CUMULATIVE
                 self._add(key, batch, row, kind)
-            for number in itertools.count():
-                if not left:
-                    break
+            number = 0
+            while left:
                 self._look(number)
+                number += 1
                 steps, before = list[Any](engine.step()), left
                 for output in steps:
                     batch, row = running[output.request_id]
