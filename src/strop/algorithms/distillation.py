@@ -48,6 +48,19 @@ def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
     return (-difference).relu() + common, difference.relu() + common
 
 
+def _mixture_in(
+    above_p: Tensor, above_q: Tensor, difference: Tensor, js_weight: float
+) -> tuple[Tensor, Tensor]:
+    """Return what ``_mixture`` does in the first two; overwrites ``difference``.
+
+    A temporary tensor of a block's size costs more than the arithmetic, as its memory is new each time.
+    """
+    weight = torch.lt(difference, 0, out=above_q).mul_(2 * js_weight - 1).add_(1 - js_weight)
+    common = torch.abs(difference, out=above_p).neg_().expm1_().mul_(weight).log1p_()
+    above_q = torch.clamp(difference, min=0, out=above_q).add_(common)
+    return common.sub_(difference.clamp_(max=0)), above_q
+
+
 def cut(layer: Any, words: int) -> Any:
     """Return the first ``words`` of an output layer: models pad theirs to sizes that suit the hardware."""
     if not isinstance(layer, OutputLayer):
@@ -242,7 +255,9 @@ class _Pair(_Forbidding):
             for words in self.words:
                 log_q_Nv, log_p_Nv = self.log_probs(words, self.both(words), q_log_N, p_log_N)
                 difference_Nv = torch.sub(log_p_Nv, log_q_Nv, out=self.room(2, words))
-                above_p_Nv, above_q_Nv = _mixture(difference_Nv, self.js_weight)
+                above_p_Nv, above_q_Nv = _mixture_in(
+                    self.room(0, words), self.teacher.room(2, words), difference_Nv, self.js_weight
+                )
                 mean_N = mean_N - log_q_Nv.exp_().mul_(above_q_Nv).sum(dim=1)
                 rest_N = rest_N - log_p_Nv.exp_().mul_(above_p_Nv).sum(dim=1)
             found_N = self.js_weight * rest_N + (1 - self.js_weight) * mean_N
