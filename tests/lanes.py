@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> int:
             ]
             with outputs[name].open("w") as output:
                 environment = {**os.environ, "STROP_TEST_LANE": name}
+                # containers often set it, and each of a thousand processes would compile strop again
+                environment.pop("PYTHONDONTWRITEBYTECODE", None)
                 lanes[name] = subprocess.Popen(
                     command, stdout=output, stderr=subprocess.STDOUT, env=environment
                 )
