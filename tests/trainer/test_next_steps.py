@@ -27,7 +27,7 @@ def test_an_evaluation_is_named_with_what_makes_its_prompts():
         "data.train_batch_size=4",
     ]
     named = keys_of_evaluation(*written)
-    assert [key.partition("=")[0] for key in named] == [
+    assert sorted(key.partition("=")[0] for key in named) == [
         "data.answer_key",
         "data.chat_template",
         "data.system_prompt",
@@ -48,3 +48,30 @@ def test_an_evaluation_is_named_with_the_reward_of_the_run():
     with passing({"function:right-12ab": lambda response: 1.0}):
         of_program = keys_of_evaluation("custom_reward_function.path=function:right-12ab")
     assert of_program == ["--reward", "FILE.py:right"]
+
+
+def test_an_evaluation_is_named_with_the_parts_of_a_score_and_with_values_of_any_form():
+    parts = {"rule": 0, "num": {"scorer": "gsm8k", "kwargs": {"method": "flexible"}}}
+    written = [
+        "reward_model.parts.num={scorer: gsm8k, kwargs: {method: flexible}}",
+        "reward_model.parts.rule=0",
+        "reward_model.judge.url=http://127.0.0.1:8000",
+        'reward_model.judge.rubric="Rate (it), from {response}: "',
+        "data.image_key=photo",
+        "data.max_pixels=4096",
+        "data.data_source=null",
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+        "environment.path={a: 'game (1).py:Game', b: 'other.py:make'}",
+        "environment.tools=[tools.py:f, 'mcp:run (x, y)']",
+    ]
+    named = keys_of_evaluation(*written)
+    found, expected = load_config([*REQUIRED, *named]), load_config([*REQUIRED, *written])
+    assert (found.data, found.reward_model) == (expected.data, expected.reward_model)
+    assert found.environment == expected.environment
+    assert (found.reward_model.parts, found.data.data_source) == (parts, None)
+    with passing({"function:one-12ab": len, "function:two-34cd": len}):
+        functions = (
+            "reward_model.parts={one: {scorer: 'function:one-12ab'}, two: {scorer: 'function:two-34cd'}}"
+        )
+        (of_program,) = keys_of_evaluation(functions)
+    assert of_program == "reward_model.parts={one: {scorer: FILE.py:one}, two: {scorer: FILE.py:two}}"

@@ -18,11 +18,8 @@ from strop.checkpoint.folder import auto_class, defined_by_strop, has_weights, n
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
-from strop.config.keys import value_at
-from strop.config.placement import is_written
+from strop.config.keys import all_keys, value_at
 from strop.config.schema import Config
-from strop.config.schema.agent import uses_agent
-from strop.config.schema.environment import uses_environment
 from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import (
@@ -46,11 +43,13 @@ from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
 
-_OF_ROWS = (
-    *("prompt_key", "answer_key", "chat_template", "system_prompt", "apply_chat_template"),
-    *("data_source", "reward_fn_key"),
+_OF_EVALUATION = (
+    *("data.prompt_key", "data.answer_key", "data.tools_key", "data.data_source", "data.reward_fn_key"),
+    *("data.image_key", "data.min_pixels", "data.max_pixels", "data.max_images", "data.allow_special_tokens"),
+    *("data.chat_template", "data.system_prompt", "data.apply_chat_template"),
+    *("data.apply_chat_template_kwargs", "reward_model", "environment", "agent"),
 )
-"""Keys below ``data`` that make a prompt and its scorer of a row, which a model's folder does not have."""
+"""Keys and sections that make prompts, turns and scores of rows, which a model's folder does not have."""
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Is called after each iteration with its number and its metrics; ``False`` stops the run."""
@@ -345,16 +344,19 @@ class Run(ABC):
                 options = f" --reward {shlex.quote(own.path + name)}"
             if rewards.enable:
                 options += f" --reward-model {shlex.quote(rewards.model.path)}"
-        shown = [f"data.{name}" for name in _OF_ROWS if f"data.{name}" in (config.written or ())]
-        values = {key: _quoted(value_at(config, key)) for key in shown}
-        if isinstance(config, Config) and (uses_environment(config) or uses_agent(config)):
-            keys = [f"environment.{name}" for name in type(config.environment).model_fields]
-            keys += [f"agent.{name}" for name in type(config.agent).model_fields]
-            values |= {key: value_at(config, key) for key in keys if is_written(config, key)}
-            if path := values.get("environment.path"):  # as an override names one or several
-                several = ", ".join(f"{name}: {given!r}" for name, given in path.items())
-                values["environment.path"] = path.get("", f"{{{several}}}")
-        found = options + "".join(f" {shlex.quote(f'{key}={value}')}" for key, value in values.items())
+        sections = tuple(f"{key}." for key in _OF_EVALUATION)
+        shown = [
+            key
+            for key, facts in all_keys(type(config)).items()
+            if f"{key}.".startswith(sections) and not facts.is_section
+            if key not in ("reward_model.enable", "reward_model.model.path")
+            if any(f"{one}.".startswith(f"{key}.") for one in config.meant)
+        ]
+        values = {key: value_at(config, key) for key in shown}
+        if path := values.get("environment.path"):
+            values["environment.path"] = path.get("", path)
+        overrides = (shlex.quote(f"{key}={_as_override(value)}") for key, value in values.items())
+        found = options + "".join(f" {override}" for override in overrides)
         return re.sub(r"function:(\w+)-\w+", r"FILE.py:\1", found)
 
     def _publish(self) -> None:
@@ -421,7 +423,12 @@ def token_lengths(loaders: Mapping[str, Any]) -> list[ColumnLengths]:
     return columns
 
 
-def _quoted(value: Any) -> Any:
-    """Return a text as a value of an override may be written: in quotes if it has signs of its grammar."""
-    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:@ -]+", value)
-    return value if is_plain else '"' + value.replace('"', r"\"") + '"'
+def _as_override(value: Any) -> str:
+    """Return a value as an override may be written: texts with signs of its grammar in quotes."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_as_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_override, value))}]"
+    if not isinstance(value, str) or re.fullmatch(r"[\w./:@ -]+", value):
+        return "null" if value is None else str(value)
+    return '"' + value.replace('"', r"\"") + '"'
