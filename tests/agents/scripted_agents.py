@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -69,16 +70,13 @@ class ScriptedEngine:
         self.says, self.contexts = says, []
         self.special_ids = {"pad_token_id": 0, "eos_token_ids": [STOP], "hidden_token_ids": []}
         self.advanced = None
-        self.is_stopping = False
+        self.stopping = threading.Event()
 
     def columns_of(self, batch: Any) -> DataProto:
         return DataProto()
 
-    def stop(self) -> None:
-        self.is_stopping = True
-
     def require_going_on(self) -> None:
-        if self.is_stopping:
+        if self.stopping.is_set():
             raise GenerationStopped
 
     @contextlib.contextmanager

@@ -93,7 +93,7 @@ class _Open:
 
 def test_programs_that_compute_are_left_when_the_run_ends():
     with agents(_sleeps) as made:
-        timer = threading.Timer(0.5, made.rollout.stop)
+        timer = threading.Timer(0.5, made.rollout.stopping.set)
         timer.start()
         with pytest.raises(GenerationStopped):
             made.play()

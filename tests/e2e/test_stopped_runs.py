@@ -15,7 +15,11 @@ import pytest
 from strop import errors
 from strop.checkpoint.folder import latest_step, saved_steps, verify
 from strop.cli.main import main
+from strop.config.load import load_config
+from strop.controller.group import LocalWorkerGroup
 from strop.data.loader import SampledBatches
+from strop.trainer.build import build_trainer
+from strop.trainer.loop import Run
 from strop.trainer.ppo import PPO
 from strop.trainer.ray_trainer import ReinforcementRun
 from strop.trainer.supervised.base import SupervisedTrainer
@@ -24,7 +28,7 @@ from strop.workers.policy import ActorRolloutRefWorker
 import forked
 import supervised_runs
 from messages import mentions
-from runs import hashes, make_inputs, metrics, overrides, train
+from runs import hashes, make_inputs, metrics, overrides, train, undrawn
 
 SETTINGS = (
     "algorithm.adv_estimator=grpo",
@@ -151,6 +155,36 @@ def test_a_stopped_supervised_run_saves_the_iteration_under_way_and_goes_on_to_t
     straight = supervised_runs.train(kind, [*options, f"trainer.default_local_dir={tmp_path / 'straight'}"])
     assert resumed.group.weights_hash() == straight.group.weights_hash()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+
+
+def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path):
+    trainer = build_trainer(load_config(options_of(inputs, tmp_path / "run")))
+
+    def stop(step: int, metrics: dict[str, float]) -> bool:
+        if step == 1:
+            return False
+        raise KeyboardInterrupt
+
+    try:
+        trainer.init_workers()
+        with undrawn():
+            trainer.fit(stop)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit(stop)
+            trainer.fit()
+        assert (hashes(trainer), metrics(tmp_path / "run")) == undisturbed(())
+    finally:
+        trainer.shutdown()
+
+
+def test_a_worker_class_of_ones_own_is_saved_without_being_stopped(monkeypatch):
+    saved: list[dict[str, Any]] = []
+    monkeypatch.setattr(Run, "save", lambda self, **options: saved.append(options))
+    run = object.__new__(ReinforcementRun)
+    run.settings = SimpleNamespace(async_steps=0)
+    run.trainer = SimpleNamespace(rollout=LocalWorkerGroup(worker_cls=SimpleNamespace, init_kwargs={}))
+    run.save(by_time=True, stopping=True)
+    assert saved == [{"by_time": True, "stopping": True}]
 
 
 def test_the_state_of_a_sampler_that_returns_what_it_changes_stays_that_of_the_iteration(monkeypatch):

@@ -29,7 +29,7 @@ def stopped_after(rollout, steps, prompts=None):
     def advanced(done, tokens):
         reports.append(tokens)
         if sum(tokens > 0 for tokens in reports) == steps:
-            rollout.stop()
+            rollout.stopping.set()
 
     rollout.advanced = advanced
     with pytest.raises(GenerationStopped):
@@ -45,7 +45,7 @@ def test_transformers_are_left_before_the_next_pass(micro_batch_size):
     def count(*_):
         passes.append(None)
         if len(passes) == 5:
-            rollout.stop()
+            rollout.stopping.set()
 
     model.register_forward_pre_hook(count)
     model.train()
@@ -66,7 +66,7 @@ def test_servers_that_take_long_are_left():
     def stop():
         while not server.bodies():
             time.sleep(0.01)
-        rollout.stop()
+        rollout.stopping.set()
 
     thread = threading.Thread(target=stop)
     thread.start()

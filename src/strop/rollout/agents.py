@@ -136,6 +136,7 @@ class AgentRollout:
         self._sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
         self._prompt_key, self._pad_id = config.data.prompt_key, spec.tokenizer.pad_token_id
         self.advanced: Advanced = lambda done, tokens: None
+        self.stopping = threading.Event()
         self._queue = Queue[_Batch]()
         self._plays: weakref.WeakValueDictionary[str, _Play] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()
@@ -168,10 +169,6 @@ class AgentRollout:
         result = self._result(batches[0], with_versions=True)
         self._queue.forget(batch)
         return result
-
-    def stop(self) -> None:
-        """See ``RolloutEngine.stop``."""
-        self._engine.stop()
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``: answers by session; programs are started again."""
@@ -230,6 +227,7 @@ class AgentRollout:
         reported = sum(play.state == "ended" for play in oldest.plays)
         self.advanced(reported, 0)
         self._engine.advanced = lambda done, tokens: self.advanced(0, tokens)
+        self._engine.stopping = self.stopping
         with self._engine.waves(oldest.params) as wave:
             self._play(batches, plays, version, wave, reported)
 

@@ -9,6 +9,7 @@ Shapes: B prompts of P columns, R = B x n samples of T token columns.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +105,12 @@ class RolloutEngine(Protocol):
 
     advanced: Advanced
     """Set before ``generate`` and ``finish``, which may call it for the samples that they wait for."""
+    stopping: threading.Event
+    """Set like ``advanced``. Once another thread sets its flag, both raise ``GenerationStopped`` soon.
+
+    The flags of ranks are set at different times. Ranks that generate together leave together, so that all
+    take part in the collectives of the next call.
+    """
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> RolloutEngine:
@@ -140,14 +147,6 @@ class RolloutEngine(Protocol):
         [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is called for
         samples of ``batch`` only, also for those that were complete before this call. Raises
         ``TrainingError`` if ``batch`` is not the oldest.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Let the generation that is under way, and all later ones, raise ``GenerationStopped`` soon.
-
-        Called from another thread, on each rank at another time. Ranks that generate together leave together,
-        so that all take part in the collectives of the next call.
         """
         ...
 

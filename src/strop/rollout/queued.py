@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 _LOOK_S = 0.25
-"""Longest time between two looks at ``stop`` while a generation waits for others."""
+"""Longest time between two looks at ``stopping`` while a generation waits for others."""
 
 Wave = Callable[[Sequence[InFlight], int], None]
 """Generate batches with weights of a version until the first one is complete."""
@@ -44,8 +44,8 @@ class QueuedRollout:
         }
         self._episodes = episodes
         self.advanced: Advanced = lambda done, tokens: None
+        self.stopping = threading.Event()
         self._queue = Queue[InFlight]()
-        self._stopping = threading.Event()
 
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
@@ -70,17 +70,13 @@ class QueuedRollout:
         self._queue.forget(batch)
         return result.union(DataProto({"rollout_versions": versions})).union(turns)
 
-    def stop(self) -> None:
-        """See ``RolloutEngine.stop``."""
-        self._stopping.set()
-
     def require_going_on(self) -> None:
-        """Raise ``GenerationStopped`` after ``stop``; engines call it before each step."""
-        if self._stopping.is_set():
+        """Raise ``GenerationStopped`` once ``stopping`` is set; engines call it before each step."""
+        if self.stopping.is_set():
             raise GenerationStopped
 
     def _arrival(self, arrived: SimpleQueue[Item]) -> Item:
-        """Wait for the next item; ``GenerationStopped`` after ``stop``."""
+        """Wait for the next item; raises like ``require_going_on``."""
         while True:
             self.require_going_on()
             with contextlib.suppress(Empty):

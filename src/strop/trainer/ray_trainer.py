@@ -415,10 +415,14 @@ class ReinforcementRun(Run):
             self.trainer.pipeline.mark()
 
     def save(self, *, by_time: bool, stopping: bool = False) -> None:
-        if stopping and not self.settings.async_steps:  # ahead, the checkpoint has the samples in flight
-            # a process on Ray executes one call after another: the save would wait for the generation
-            self.trainer.rollout.stop_generation()
-        super().save(by_time=by_time, stopping=stopping)
+        rollout = self.trainer.rollout
+        with contextlib.ExitStack() as after:
+            # ahead, the checkpoint has the samples in flight; a worker of one's own may lack the method
+            if stopping and not self.settings.async_steps and hasattr(rollout, "stop_generation"):
+                # a process on Ray executes one call after another: the save would wait for the generation
+                rollout.stop_generation()
+                after.callback(rollout.allow_generation.start)  # the trainer may go on
+            super().save(by_time=by_time, stopping=stopping)
 
     @property
     def late_part(self) -> Callable[[Path], LatePart | None] | None:

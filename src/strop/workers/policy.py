@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -86,6 +87,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self.full_kl = uses_full_kl(config)
         self.teaches_in_loss = uses_teacher(config) and not teaches_by_advantages(config)
         self._is_reference = role is not Role.RefPolicy and reference_is_the_actor(config)
+        self._stopping = threading.Event()
         self._loading_s = 0.0  # of weights, since the last generation
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
         self._admitted: dict[int, list[str]] = {}
@@ -227,7 +229,7 @@ class ActorRolloutRefWorker(RoleWorker):
         ``finished`` is called for samples that are complete before the call returns; ``advanced``, twice a
         second, with 0 (a row of this rank), its samples that are complete, and tokens sampled.
         """
-        self.rollout.advanced = _counting(advanced)
+        self.rollout.advanced, self.rollout.stopping = _counting(advanced), self._stopping
         version = prompts.meta_info.get("weights_version", self.rollout_version)
         # without this, samples of a stale policy would train without any error
         if version != self.rollout_version:
@@ -262,7 +264,12 @@ class ActorRolloutRefWorker(RoleWorker):
 
         A run that ends calls it, so that its last save does not wait for samples that nothing uses.
         """
-        self.rollout.stop()
+        self._stopping.set()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def allow_generation(self) -> None:
+        """End what ``stop_generation`` began, behind the calls that were started before."""
+        self._stopping.clear()
 
     @register(Dispatch.DATA_PARALLEL)
     def admit_prompts(self, prompts: DataProto) -> None:

@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 _ENDS = ("stop", "length", "repetition")
 """Reasons for the end of a request that ran as it should."""
 _LOOK_EVERY = 16
-"""Steps of an engine over several ranks from one look at ``stop`` to the next, which is a collective."""
+"""Steps of an engine over several ranks from one look at ``stopping`` to the next, which is a collective."""
 
 
 class VLLMRollout(QueuedRollout):
@@ -317,12 +317,12 @@ class VLLMRollout(QueuedRollout):
         return [*outputs.values()]
 
     def _look(self, step: int) -> None:
-        """Raise ``GenerationStopped`` after ``stop``, on all ranks of an engine before the same step."""
+        """Raise ``GenerationStopped`` once ``stopping`` is set, on all ranks before the same step."""
         group = get_tp_group()
         if group.world_size == 1:
             self.require_going_on()
         elif step % _LOOK_EVERY == 0:
-            stopping = torch.tensor(int(self._stopping.is_set()))
+            stopping = torch.tensor(int(self.stopping.is_set()))
             torch.distributed.all_reduce(stopping, torch.distributed.ReduceOp.MAX, group.cpu_group)
             if stopping:
                 raise GenerationStopped
