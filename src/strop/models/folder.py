@@ -175,7 +175,7 @@ def generation_problem(folder: Path) -> str:
         else:
             return ""
         found.validate(strict=True)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
         return text if len(text) <= 300 else f"{text[:300]} ..."
     return ""
