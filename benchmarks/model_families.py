@@ -31,9 +31,11 @@ from transformers.utils import logging
 
 from strop.engines.base import EngineSpec, ModelSpec, OptimizerSettings
 from strop.engines.megatron.settings import FAMILIES
+from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import StropError
 from strop.models.base import RoleModel
+from strop.models.comparison import few_rows
 from strop.protocol import DataProto
 from strop.rollout.base import RolloutEngine, SamplingParams
 from strop.rollout.hf.engine import HFRollout
@@ -194,17 +196,44 @@ class Family:
 
     def role(self, kind: Any, folder: Path | None = None, **spec: Any) -> RoleModel:
         """Return a model as a run's engine builds it, with its checks."""
+        return self.engine(kind, folder, **spec).module
+
+    def engine(self, kind: Any, folder: Path | None = None, **spec: Any) -> TorchEngine:
+        """Return an engine as a run builds it, with its checks."""
         options = {"override_config": {}, "trust_remote_code": False, "attn_implementation": None}
         section = SimpleNamespace(param_offload=False, model_dump=dict)
         optimizer = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8, grad_clip=1.0)
         return TorchEngine.build(
             ModelSpec(kind=kind, path=folder or self.folder, options=options, **spec),
             EngineSpec(device=torch.device("cpu"), section=section, optimizer=optimizer),
-        ).module
+        )
 
     def policy(self, *, packed: bool) -> str:
         """Compare log-probs."""
         return self.compare(self.role("policy", packed=packed), "log_prob", *self.log_probs)
+
+    def checkpointing(self) -> str:
+        """Compare gradients with checkpointing, of packed rows where the family takes them, and without."""
+        samples, found = DataProto.from_dict(few_rows(VOCABULARY, torch.device("cpu"))), []
+
+        def loss(
+            outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            return (outputs["log_prob"] * columns["responses"] * columns["response_mask"]).sum(), {}
+
+        for recomputed in (False, True, "selective"):
+            engine = self.engine("policy", packed="auto", gradient_checkpointing=recomputed)
+            engine.forward_backward(samples, loss, MicroBatching(rows=2), temperature=1.0)
+            weights = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
+            found.append(torch.cat([weight.flatten() for weight in weights]))
+        plain, *others = found
+        errors = [
+            float((other - plain).norm() / plain.norm()) if other.shape == plain.shape else float("inf")
+            for other in others
+        ]
+        if plain.norm() > 0 and max(errors) <= 1e-5:
+            return EXACT
+        return f"WRONG: gradients {errors[0]:.1e}, selective {errors[1]:.1e}"
 
     def rollout(self) -> str:
         """Compare the samples of ``rollout.name=hf``."""
@@ -327,6 +356,7 @@ def examine(family: str, folder: Path) -> Findings:
         "packed": functools.partial(built.policy, packed=True),
         "hf rollout": built.rollout,
         "critic": built.critic,
+        "checkpointing": built.checkpointing,
     }
     findings.verdicts = {column: attempt(check) for column, check in checks.items()}
     if EXACT in findings.verdicts.values() and not is_causal(built.reference):

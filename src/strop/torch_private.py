@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
@@ -38,6 +40,41 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def writes_in_place(tensor: Tensor) -> int:
     """Return the number of operations that have changed ``tensor`` in place."""
     return tensor._version
+
+
+def written_by(operator: Any, arguments: Sequence[Any], options: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call of an operator changes in place."""
+    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {place.name: value for place, value in zip(schema.arguments, arguments, strict=False)} | options
+    changed = [given.get(place.name) for place in schema.arguments if place.is_write]
+    return [tensor for value in changed for tensor in _tensors(value)]
+
+
+@contextmanager
+def operators_seen(
+    look: Callable[[Any, Sequence[Any], dict[str, Any], list[Tensor]], None],
+) -> Generator[None]:
+    """Call ``look(operator, arguments, options, results)`` after each operator, below autograd."""
+
+    class Mode(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            results = func(*args, **(kwargs or {}))
+            look(func, args, kwargs or {}, _tensors(results))
+            return results
+
+    with Mode():
+        yield
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found = value if isinstance(value, tuple | list) else [value]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:

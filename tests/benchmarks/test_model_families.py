@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import model_families
 import tiny_families
 
+from strop.errors import ModelError
+
 REPRESENTATIVE = {
     "llama": dict.fromkeys(model_families.COLUMNS, "exact"),
     "granite": dict.fromkeys(model_families.COLUMNS, "exact"),  # scaled logits, no class for critics
@@ -32,6 +34,31 @@ def test_a_family_is_exact_or_refused_with_the_reason(family):
     for column, expected in REPRESENTATIVE[family].items():
         verdict = found.verdicts[column]
         assert verdict == "exact" if expected == "exact" else expected in verdict
+
+
+CHECKPOINTED = {
+    "qwen3": {},
+    "gpt_oss": {},  # adds a bias in place to products of experts
+    # writes into a product through a view that torch does not see
+    "gemma3n_text": {
+        **{"num_hidden_layers": 2, "intermediate_size": [64, 64], "activation_sparsity_pattern": [0.5, 0.0]},
+        **{"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    },
+    "granitemoehybrid": {},
+}
+
+
+@pytest.mark.parametrize("family", CHECKPOINTED)
+def test_gradients_with_checkpointing_are_those_without(family, tmp_path):
+    """``test_every_family_is_exact_or_refused`` compares those of all families."""
+    built = model_families.Family(family, tmp_path, **CHECKPOINTED[family])
+    assert built.checkpointing() == "exact"
+
+
+def test_a_family_that_cannot_be_checkpointed_is_refused_by_the_key(tmp_path):
+    built = model_families.Family("ctrl", tmp_path)
+    with pytest.raises(ModelError, match=r"model\.enable_gradient_checkpointing: set it to False: CTRLLM"):
+        built.checkpointing()
 
 
 @pytest.mark.slow

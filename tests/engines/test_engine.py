@@ -14,9 +14,9 @@ from strop.engines.device import pick_device
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import ConfigError
-from strop.models.base import _kept_or_recomputed
 from strop.models.loader import load_causal_lm
 from strop.models.policy import PolicyModel
+from strop.models.selective import KeptResults
 
 import tiny_model
 from builders import random_samples
@@ -195,11 +195,12 @@ def test_selective_checkpointing_keeps_the_kernels_of_a_gpu():
     """Attention over lengths and the products of experts are operators of other names there."""
     import torch.nn.attention.varlen  # registers its operator
 
+    policy = KeptResults().policy
     kept = [torch.ops.torch_attn._varlen_attn.default, torch.ops.aten._grouped_mm.default]
     for operator in (*kept, torch.ops.aten.mm.default, torch.ops.aten._flash_attention_forward.default):
-        assert _kept_or_recomputed(None, operator) is CheckpointPolicy.MUST_SAVE, operator
+        assert policy(None, operator) is CheckpointPolicy.MUST_SAVE, operator
     for operator in (torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor):
-        assert _kept_or_recomputed(None, operator) is CheckpointPolicy.PREFER_RECOMPUTE, operator
+        assert policy(None, operator) is CheckpointPolicy.PREFER_RECOMPUTE, operator
 
 
 class _Counter(TorchDispatchMode):

@@ -9,8 +9,10 @@ import torch.nn.attention.varlen
 from torch._higher_order_ops.flex_attention import flex_attention
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from strop.models import base
+from strop.models import selective
+from strop.models.comparison import try_kept_results
 from strop.models.policy import PolicyModel
+from strop.models.selective import KeptResults
 
 RECOMPUTED = """
 _softmax _to_copy _unsafe_view add alias arange bitwise_or_ cat clamp clone cumsum div_ empty_like expand
@@ -31,17 +33,17 @@ smm sparse_sampled_addmm sspaddmm
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Gemma2", "Mixtral", "Olmo2", "Phi3"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_operator_of_a_step_is_classified(family, packed, monkeypatch):
-    met, decide = set(), base._kept_or_recomputed
+    met, decide = set(), KeptResults.policy
 
-    def record(context, operator, *arguments, **options):
-        met.add(operator.name().partition(".")[0])
-        return decide(context, operator, *arguments, **options)
+    def record(self, context, operator, *arguments, **options):
+        met.add(selective.name_of(operator))
+        return decide(self, context, operator, *arguments, **options)
 
-    monkeypatch.setattr(base, "_kept_or_recomputed", record)
+    monkeypatch.setattr(KeptResults, "policy", record)
     module = PolicyModel(families.model(family), packed=packed).train()
     module.enable_gradient_checkpointing(selective=True)
     module.figures(families.samples([(5, [6, 3]), (2, [4])])).sum().backward()
-    kept = met & base.KEPT_OPERATORS
+    kept = met & selective.KEPT_OPERATORS
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert {"aten::mm", attention, *(["aten::_grouped_mm"] if family == "Mixtral" else [])} <= kept
     undecided = met - kept - {f"aten::{name}" for name in RECOMPUTED.split()}
@@ -49,7 +51,7 @@ def test_each_operator_of_a_step_is_classified(family, packed, monkeypatch):
 
 
 def test_flex_attention_is_kept_where_torch_does_not_compile_it():
-    assert flex_attention.name() in base.KEPT_OPERATORS
+    assert flex_attention.name() in selective.KEPT_OPERATORS
 
 
 def test_every_product_and_attention_of_torch_is_in_the_table():
@@ -60,10 +62,13 @@ def test_every_product_and_attention_of_torch_is_in_the_table():
         if name.startswith(("aten::", "torch_attn::")) and not name.endswith(("backward", "_out"))
         if name.endswith("mm") or "attention" in name or "attn" in name
     }
-    assert found - base.KEPT_OPERATORS == {f"aten::{name}" for name in OF_OTHER_KINDS.split()}
+    assert found - selective.KEPT_OPERATORS == {f"aten::{name}" for name in OF_OTHER_KINDS.split()}
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+RECOMPUTED_PRODUCTS = {"grouped_mm": {"aten::_grouped_mm"}, "batched_mm": {"aten::bmm"}, "eager": set()}
+
+
+@pytest.mark.parametrize("experts", RECOMPUTED_PRODUCTS)
 def test_experts_that_add_their_bias_in_place(experts):
     """The gradients are those of the pass without checkpointing."""
     config = GptOssConfig(
@@ -72,12 +77,13 @@ def test_experts_that_add_their_bias_in_place(experts):
     )  # fmt: skip
     config._experts_implementation = experts
     gradients = []
-    for selective in (None, True):
+    for kept in (False, True):
         torch.manual_seed(0)
         module = PolicyModel(GptOssForCausalLM(config), packed=False).train()
-        assert any(getattr(part, "has_bias", False) for part in module.modules())
-        if selective:
+        if kept:
             module.enable_gradient_checkpointing(selective=True)
+            try_kept_results(module)
+            assert module.kept_results.recomputed == RECOMPUTED_PRODUCTS[experts]
         module.figures(families.samples([(5, [6, 3]), (2, [4])])).sum().backward()
         gradients.append([weight.grad for weight in module.parameters() if weight.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 0

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from strop import ranks
-from strop.errors import ModelError
+from strop.errors import ModelError, raised_as
 from strop.models.attention import is_flash, packed_attention
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.heads import check_causal, model_errors
@@ -36,49 +35,12 @@ from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers, experts_of
+from strop.models.selective import KeptResults
 from strop.models.transformers_private import attention_name
 from strop.models.tree import leaves_of
 from strop.models.ulysses import SequenceGroup, check_shareable
 
 logger = logging.getLogger(__name__)
-
-
-KEPT_OPERATORS = frozenset(
-    {
-        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
-        *("aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm"),  # of experts, and in 8 bits
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "aten::_cudnn_attention_forward",
-        "torch_attn::_varlen_attn",  # torch.nn.attention.varlen
-        *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
-        *("flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward"),
-        "inductor_compiled_code",  # of compiled regions, FlexAttention is the one that is an operator
-        "flex_attention",  # where it is not compiled
-    }
-)
-"""Operators whose results selective checkpointing keeps: matrix products and attention kernels."""
-
-
-def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    del context, arguments, options
-    keeps = operator.name().partition(".")[0] in KEPT_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_WRITTEN_INTO = frozenset({"aten::_grouped_mm", "aten::bmm"})
-"""Products to which transformers' experts add a bias in place, which a kept result does not allow."""
-
-
-def _recomputed_with_bias(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    if operator.name().partition(".")[0] in _WRITTEN_INTO:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return _kept_or_recomputed(context, operator, *arguments, **options)
 
 
 class RoleModel(nn.Module):
@@ -120,6 +82,8 @@ class RoleModel(nn.Module):
         self.reader = Reader()
         self.adapters: Adapters | None = None
         self.compiled: CompiledLayers | None = None
+        self.kept_results: KeptResults | None = None
+        """Of selective checkpointing."""
         self.routers = Routers.of(hugging_face_model)
         """Routers with an auxiliary loss; None if the model has none."""
         if packed:
@@ -213,22 +177,23 @@ class RoleModel(nn.Module):
     def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
         """Keep only the inputs of layers, and recompute the layers in the backward pass.
 
-        If ``selective``, keep results of matrix products and of attention too, and recompute the rest; of
-        experts with biases (gpt-oss), only attention and the products outside of them.
+        If ``selective``, keep results of matrix products and of attention too, and recompute the rest; a
+        forward pass under ``kept_results.trial()`` must come before the first one with gradients.
+
+        Raises ``ModelError`` if the family does not support it.
         """
-        has_bias = any(getattr(module, "has_bias", False) for module in self.modules())
+        self.kept_results = KeptResults() if selective else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
-            if not selective:
-                return nullcontext(), self._recomputing(nullcontext())
-            forward, again = create_selective_checkpoint_contexts(
-                _recomputed_with_bias if has_bias else _kept_or_recomputed
-            )
+            kept = self.kept_results
+            forward, again = (nullcontext(), nullcontext()) if kept is None else kept.contexts()
             return forward, self._recomputing(again)
 
         # reentrant checkpointing takes no context_fn, and gives frozen inputs (LoRA) no gradient
         options = {"use_reentrant": False, "context_fn": contexts}
-        self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        key = f"{self.packing_key.removesuffix('use_remove_padding')}enable_gradient_checkpointing"
+        with raised_as(ModelError, f"{key}: set it to False", ValueError):
+            self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     @contextmanager
     def _recomputing(self, inner: AbstractContextManager[Any]) -> Generator[None]:

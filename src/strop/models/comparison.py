@@ -87,6 +87,21 @@ def require_eager_figures(
         _require_sight(module.reader, expected.view(len(batch["images"]), -1), name)
 
 
+def try_kept_results(module: RoleModel) -> None:
+    """Run the trial pass of selective checkpointing; collective if the module is sharded."""
+    if module.kept_results is None:
+        return
+    model, was_training = module.hugging_face_model, module.training
+    batches = [few_rows(model.config.get_text_config().vocab_size, model.device)]
+    if isinstance(module.reader, PictureReader):
+        batches.append(module.reader.trial_rows())
+    module.train()
+    for batch in batches:
+        with module.kept_results.trial(), torch.enable_grad():
+            module.figures(batch)
+    module.train(was_training)
+
+
 def _require_sight(reader: PictureReader, figures: Tensor, name: str) -> None:
     """Raise ``ModelError`` if the first two rows have equal figures: they differ in their pictures alone."""
     if (figures[0] - figures[1]).abs().max() > _SEEN:

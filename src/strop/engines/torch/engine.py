@@ -42,7 +42,7 @@ from strop.engines.torch.sharding import (
 from strop.errors import ModelError
 from strop.models.attention import is_flash
 from strop.models.base import RoleModel
-from strop.models.comparison import few_rows, require_eager_figures
+from strop.models.comparison import few_rows, require_eager_figures, try_kept_results
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.flex_attention import FLEX
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
@@ -194,6 +194,10 @@ class TorchEngine:
             if module.adapters is not None:
                 module.adapters.keep_base(keep_part)
             engine._require_eager_figures(model)
+            if module.kept_results is not None:
+                with engine._low_precision():
+                    try_kept_results(module)
+                reshard(module)
             if model.keeps_reference_head and isinstance(module, PolicyModel):
                 with engine.base_model():
                     module.keep_reference_head()
