@@ -57,6 +57,8 @@ def test_the_prefix_is_the_tag_with_which_a_prompt_ends(thinker: Any, prompt: st
 def test_the_prefix_is_the_message_that_is_continued():
     chat = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "<think>Well, "}]
     assert Row({}, chat, tail=lambda: "<think>Well, ").response_prefix() == "<think>Well, "
+    parts = [{"type": "text", "text": "<think>"}, {"type": "text", "text": "Well, "}]
+    assert Row({}, [chat[0], {"role": "assistant", "content": parts}]).response_prefix() == "<think>Well, "
     assert Row({}, chat[:1]).response_prefix() == ""
     assert Row({}, None).response_prefix() == ""
 

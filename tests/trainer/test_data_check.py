@@ -183,15 +183,15 @@ def test_a_truth_of_another_type_than_the_function_compares_is_named(inputs, tmp
 def test_a_built_in_scorer_is_tried_in_its_own_form(inputs, tmp_path):
     def tried(source, truth):
         rows = pq.read_table(inputs / "train.parquet").to_pylist()
-        rows = [
-            {**row, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
-            for row in rows
-        ]
+        chat = [{"role": "user", "content": [{"type": "text", "text": "0+"}, {"type": "text", "text": "0="}]}]
+        answer = {"style": "rule", "ground_truth": truth}
+        rows = [{**row, "data_source": source, "reward_model": answer, "prompt": chat} for row in rows]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
         options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
         warnings, errors, row, *_ = check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
         assert errors == []
         assert not any("response" in line for line in warnings)
+        assert row is None or row.prompt == "0+0="
         return row and [(one.response, one.value) for one in row.tried]
 
     assert tried("openai/gsm8k", "72") == [

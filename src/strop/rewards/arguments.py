@@ -360,12 +360,19 @@ class Row:
     def response_prefix(self) -> str:
         """Return the text of an assistant's last message, else a tag that the prompt ends with, or ""."""
         if self.is_chat and (last := self.given[-1]).get("role") == "assistant":
-            return last["content"] if isinstance(last.get("content"), str) else ""
+            return text_of_content(last.get("content"))
         text = self.tail() if self.tail is not None else self.given
         if not isinstance(text, str):
             return ""
         found = _OPENED.search(text) or _CLOSED.fullmatch(text)
         return found["tags"] if found else ""
+
+
+def text_of_content(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the text of a message's content, with ``[picture]`` for parts without one."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join("[picture]" if part.get("text") is None else str(part["text"]) for part in content)
 
 
 _OPENED = re.compile(r"(?P<tags><\w+>\s*)\Z")

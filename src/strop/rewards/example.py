@@ -11,7 +11,14 @@ from typing import Any
 from strop.config.schema.reward import RewardModelConfig
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import BATCH_NAMES, GROUND_TRUTHS, SAMPLE_NAMES, Function, row_fields
+from strop.rewards.arguments import (
+    BATCH_NAMES,
+    GROUND_TRUTHS,
+    SAMPLE_NAMES,
+    Function,
+    row_fields,
+    text_of_content,
+)
 from strop.rewards.base import Example, Reward, Tried
 from strop.rewards.scorer import Outcome
 
@@ -56,7 +63,8 @@ def example_of(
 
     right, form = tried(*answers[0]), _FORMS[0]
     prompt = prompts.non_tensor_batch[prompt_key][0]
-    example = Example([right], function, prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    asked = prompt if isinstance(prompt, str) else text_of_content(prompt[-1].get("content"))
+    example = Example([right], function, asked)
     if right.outcome.error and right.outcome.status != "raised":  # any other text may take as long
         example.always_fails = fails_always
         return example

@@ -19,6 +19,7 @@ from strop.config.paths import expand
 from strop.config.reward_parts import JUDGE, KEY
 from strop.connection import Connection, Lost, Refused
 from strop.errors import ConfigError, RewardError, raised_as
+from strop.rewards.arguments import text_of_content
 
 _RUBRIC = """\
 Rate an answer to a task.
@@ -160,11 +161,7 @@ rate.of_any_source = True  # ty: ignore[missing-attribute]
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt as a judge reads it: a single message as it is, of several each with its role."""
-    texts = []
-    for message in messages:
-        parts = message.get("content") or ""
-        parts = [{"text": parts}] if isinstance(parts, str) else parts
-        texts.append("".join(str(part.get("text", "[picture]")) for part in parts))
+    texts = [text_of_content(message.get("content")) for message in messages]
     if len(texts) == 1:
         return texts[0]
     return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(messages, texts, strict=True))
