@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -179,3 +180,14 @@ def test_sizes_that_no_model_has(inputs, tmp_path, change, named):
     with pytest.raises(ModelError, match=naming(str(tmp_path), *named)):
         load_model_config(tmp_path)
     read_model_facts(str(tmp_path))  # the check of the configuration is not stopped by it
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": [1,', "[1]", "[" * 3000 + "]" * 3000])
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json"])
+def test_a_file_of_settings_that_is_damaged(inputs, refusal, tmp_path, file, content):
+    """Without the first one transformers would load the model, which then stops at other tokens."""
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    (tmp_path / "model" / file).write_text(content)
+    said = refusal(f"actor_rollout_ref.model.path={tmp_path / 'model'}")
+    what = "no tokenizer can be loaded from" if file.startswith("tokenizer") else f"{file} cannot be read"
+    assert mentions(said, "ModelError", what, str(tmp_path / "model"))

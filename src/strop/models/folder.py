@@ -105,7 +105,7 @@ def _is_only_its_file(folder: Path) -> bool:
         return False
     try:
         named = json.loads(settings.read_text()).get("tokenizer_class")
-    except ValueError:  # loading reports what is wrong
+    except (ValueError, AttributeError, RecursionError):  # loading reports what is wrong
         return False
     return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -117,7 +117,17 @@ def read_config(path: str | Path, trust_remote_code: bool) -> PretrainedConfig:
     with raised_as(ModelError, f"model {path}: its configuration cannot be read"):
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
     _require_sizes(config, path)
+    _generation_of(Path(path))
     return config
+
+
+def _generation_of(folder: Path) -> dict[str, Any] | None:
+    """Return the content of ``generation_config.json``, without which transformers would load the model."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    with raised_as(ModelError, f"{file} cannot be read"):
+        return {**json.loads(file.read_bytes())}
 
 
 def _require_sizes(config: PretrainedConfig, path: str | Path) -> None:
@@ -168,14 +178,16 @@ def generation_problem(folder: Path) -> str:
     from transformers import GenerationConfig
 
     try:
-        if (folder / "generation_config.json").is_file():
-            found = GenerationConfig.from_pretrained(folder)
+        if (written := _generation_of(folder)) is not None:
+            found = GenerationConfig.from_dict(written)
         elif (folder / "config.json").is_file():
             found = GenerationConfig.from_model_config(json.loads((folder / "config.json").read_bytes()))
         else:
             return ""
         found.validate(strict=True)
-    except (OSError, ValueError) as error:
+    except ModelError:  # reading the model's configuration reports it
+        return ""
+    except ValueError as error:
         text = " ".join(str(error).split())
         return text if len(text) <= 300 else f"{text[:300]} ..."
     return ""
