@@ -224,3 +224,10 @@ def test_an_atomic_write_replaces_the_whole_file_or_leaves_it(tmp_path):
         write_half(target)
     assert target.read_text() == "old"
     assert below(tmp_path) == ["file.txt", "new"]
+
+
+def test_a_file_of_an_archive_is_named_as_fsspec_chains_urls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile("rows.zip", "w") as archive:
+        archive.writestr("a.jsonl", '{"prompt": "1+1="}\n')
+    assert len(read_table("zip://a.jsonl::rows.zip", cache_dir=tmp_path / "cache")) == 1

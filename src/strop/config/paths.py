@@ -22,7 +22,7 @@ METRICS_FILE = "metrics.jsonl"
 """Every run folder has it, from the first step on."""
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
-_SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")
+_SPLIT = re.compile(r"(.*[^:]):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")  # "::" chains URLs
 _HUB_DATA_SET = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
