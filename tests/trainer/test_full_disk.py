@@ -67,3 +67,14 @@ def test_a_path_that_cannot_be_looked_at_keeps_its_error():
     """As one in another user's folder does: pathlib raises for both."""
     error = OSError("Permission denied")
     assert write_failure(error, f"cannot write the model to /tmp/{'a' * 300}") == "Permission denied"
+
+
+def test_an_evaluation_says_what_it_found_where_the_disk_is_full(inputs, tmp_path, capsys):
+    model, data = (str(inputs[0] / name) for name in ("model", "val.parquet"))
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        fill(disk, but=16 << 10)
+        lengths = ["data.max_prompt_length=8", "data.max_response_length=4"]
+        assert main(["eval", model, "--data", data, "--out", str(disk / "eval"), *lengths]) == 2
+        error = capsys.readouterr().err
+    assert mentions(error, "the disk is full (0 MB free on", "val/test_score/strop/arithmetic=")
+    assert "Traceback" not in error

@@ -17,7 +17,7 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.paths import base_of_adapter, expand, is_adapter, is_url, may_be_a_hub_name, runs_near
 from strop.config.roles import loads_policy
 from strop.config.schema import Config
-from strop.errors import ConfigError, TrainingError
+from strop.errors import ConfigError, TrainingError, write_failure
 from strop.files import atomic_write_text
 from strop.trainer.commands import require_valid, say_loading
 
@@ -80,7 +80,10 @@ def evaluate(
         results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
         atomic_write_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
     except OSError as error:
-        raise TrainingError(f"the results cannot be written to {out}: {error}") from error
+        found = trainer.validator.report(samples).metrics()
+        scores = ", ".join(f"{name}={value:.4g}" for name, value in found.items())
+        reason = write_failure(error, out)
+        raise TrainingError(f"the results cannot be written to {out}: {reason}\nIt found {scores}") from error
     return report
 
 
