@@ -30,6 +30,7 @@ from strop.engines.torch.engine import TorchEngine
 from strop.engines.torch.offload import Offload
 from strop.engines.torch.sharding import ShardingSettings, part, whole
 from strop.errors import CheckpointError, StropError
+from strop.models.comparison import try_kept_results
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 from strop.models.policy import PolicyModel
@@ -141,9 +142,9 @@ def train(
 ):
     """Some updates; (weights, gradient norms, metrics of the last step) of this rank."""
     trained = engine(folder, role, **options)
-    assert trained.module.hugging_face_model.is_gradient_checkpointing == options.get(
-        "gradient_checkpointing", False
-    )
+    recomputes = bool(options.get("gradient_checkpointing"))
+    assert trained.module.hugging_face_model.is_gradient_checkpointing == recomputes
+    try_kept_results(trained.module)
     norms, metrics = [], {}
     for seed in range(STEPS):
         metrics, result = step(trained, role, micro, seed=seed, **step_options)

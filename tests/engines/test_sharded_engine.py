@@ -66,6 +66,7 @@ LAYOUTS = {
     "2 copies": (2, MicroBatching(rows=3), {"sharding": {"fsdp_size": 1}}),
     "dynamic": (4, MicroBatching(max_tokens=15), {}),
     "checkpointing": (2, MicroBatching(rows=5), {"gradient_checkpointing": True}),
+    "selective": (2, MicroBatching(rows=5), {"gradient_checkpointing": "selective"}),
     "by size": (2, MicroBatching(rows=8), {"sharding": {"min_num_params": 5000}}),
     "by class": (2, MicroBatching(rows=8), {"sharding": {"layer_classes": ("Qwen2MLP",)}}),
 }
@@ -74,8 +75,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "role"),
     [
-        *((layout, "actor") for layout in LAYOUTS if layout not in ("2", "4")),
-        *(pytest.param(layout, "actor", marks=pytest.mark.slow) for layout in ("2", "4")),
+        *((layout, "actor") for layout in LAYOUTS if layout not in ("2", "4", "selective")),
+        *(pytest.param(layout, "actor", marks=pytest.mark.slow) for layout in ("2", "4", "selective")),
         *(pytest.param(layout, "critic", marks=pytest.mark.slow) for layout in ("4", "2x2")),
         ("by size", "critic"),
     ],

@@ -22,7 +22,7 @@ from strop import pictures
 from strop.engines.micro_batches import MicroBatching, columns_of
 from strop.errors import ModelError
 from strop.models import vision
-from strop.models.comparison import require_eager_figures
+from strop.models.comparison import require_eager_figures, try_kept_results
 from strop.models.heads import part_of, policy_class
 from strop.models.loader import load_causal_lm, load_scorer
 from strop.models.lora import Adapters, LoraSettings
@@ -512,18 +512,20 @@ def test_a_model_that_is_blind_is_refused_and_a_fresh_projector_is_told(folders,
 def test_checkpointing_changes_no_bit(folders, held, kind):
     folder = folders(kind)
     gradients = []
-    for checkpointing in (False, True):
+    for checkpointing in (False, True, "selective"):
         model = loud(load_causal_lm(folder))
         module = PolicyModel(model, packed=True)
         module.reader = reader_for(model, folder)
         if checkpointing:
-            module.enable_gradient_checkpointing()
+            module.enable_gradient_checkpointing(selective=checkpointing == "selective")
+            try_kept_results(module)
         module.train()
         batch = with_placeholders(samples_of(model, module.reader, held), module.reader.placeholder)
         pass_over(module, batch, len(batch), torch.ones(len(batch), T).double())
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient is None or torch.equal(gradient, gradients[1][name]), name
+    plain, *others = gradients
+    for name, gradient in plain.items():
+        assert gradient is None or all(gradient.equal(other[name]) for other in others), name
 
 
 def test_processed_pictures_are_remembered_up_to_a_bound(folders, held, monkeypatch):

@@ -55,7 +55,7 @@ class KeptResults:
     def policy(self, context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         """See ``torch.utils.checkpoint.create_selective_checkpoint_contexts``."""
         del context, arguments, options
-        keeps = name_of(operator) in KEPT_OPERATORS - self.recomputed
+        keeps = (name := name_of(operator)) in KEPT_OPERATORS and name not in self.recomputed
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
