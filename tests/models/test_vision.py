@@ -317,6 +317,17 @@ def test_only_pictures_of_computed_prompts_are_encoded(folders, held, monkeypatc
     assert seen == [5, 18]
 
 
+@pytest.mark.parametrize("kind", picture_models.FAMILIES)
+def test_a_rank_without_pictures_encodes_a_blank_one_to_no_effect(folders, kind):
+    model = load_causal_lm(folders(kind))
+    embedded = torch.ones(1, 3, model.config.get_text_config().hidden_size)
+    found = reader_for(model, folders(kind))._with_blank(embedded)
+    assert found.equal(embedded)
+    found.sum().backward()
+    of_parts = [(part_of(name), weight.grad) for name, weight in model.named_parameters()]
+    assert {part for part, gradient in of_parts if gradient is not None} == {"encoder", "projector"}
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava"])
 @pytest.mark.parametrize("kind", ["value", "score"])
 def test_values_and_scores_are_those_of_the_family(folders, held, kind, family):

@@ -232,11 +232,11 @@ class PictureReader(Reader):
         pixels = {name: send(column, embedded.device) for name, column in blank.items()}
         return embedded + 0.0 * sum(part.sum() for part in chain(*self._features(pixels)))
 
-    def _features(self, pixels: Mapping[str, Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the features [tokens, H] of pictures, or of their parts, and those of deeper layers."""
+    def _features(self, pixels: Mapping[str, Tensor]) -> list[Sequence[Tensor]]:
+        """Return the features of pictures, then those of layers inside the encoder (Qwen3-VL)."""
         decoder: Any = self.model.base_model
         found = decoder.get_image_features(**pixels, return_dict=True)
-        return found.pooler_output, getattr(found, "deepstack_features", None) or ()
+        return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
 
     @torch.no_grad()
     def trial_rows(self) -> dict[str, Tensor]:
@@ -278,7 +278,7 @@ class PictureReader(Reader):
 
         def count(embedded: Tensor) -> Tensor:
             for digest in digests:
-                features, _ = self._features(self._pixels([digest], embedded.device))
+                features, *_ = self._features(self._pixels([digest], embedded.device))
                 counts.append(sum(map(len, features)))
             return embedded
 
