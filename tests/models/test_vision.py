@@ -34,7 +34,8 @@ from strop.models.prompts_once import PromptsOnce, first_with_prompt
 from strop.models.scorer import SequenceScorer, ValueModel
 from strop.models.vision import PictureReader
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import Samples, SamplingParams
+from strop.rollout.hf import decoding
 from strop.rollout.hf.decoding import Contexts
 from strop.rollout.hf.engine import HFRollout
 
@@ -297,24 +298,65 @@ def test_equal_text_with_another_picture_is_another_prompt(folders, held):
     assert computed[:, :width].any(1).tolist() == [row == first for row, first in enumerate(firsts)]
 
 
-def test_only_pictures_of_computed_prompts_are_encoded(folders, held, monkeypatch):
+@pytest.fixture
+def encoded(monkeypatch) -> list[list[int]]:
+    """The pictures of each call of an encoder."""
+    calls: list[list[int]] = []
+    pixels = PictureReader._pixels
+    monkeypatch.setattr(
+        PictureReader,
+        "_pixels",
+        lambda self, digests, device: calls.append(list(digests)) or pixels(self, digests, device),
+    )
+    return calls
+
+
+def test_only_pictures_of_computed_prompts_are_encoded(folders, held, encoded):
     folder = folders("smolvlm")
     model = load_causal_lm(folder)
     module = PolicyModel(model, packed=True)
     module.reader = reader_for(model, folder)
     batch = samples_of(model, module.reader, held)
-    seen = []
-    features = model.base_model.get_image_features
-    monkeypatch.setattr(
-        model.base_model,
-        "get_image_features",
-        lambda pixels, *more, **names: seen.append(pixels.shape[1]) or features(pixels, *more, **names),
-    )
+    module.reader._takes_features = False
+    encoded.clear()
     module(columns_of(batch, torch.arange(len(batch)), torch.device("cpu")), with_entropy=False)
-    assert seen == [5]  # of five prompts, not of 18 samples
     module.packed = False
     module(columns_of(batch, torch.arange(len(batch)), torch.device("cpu")), with_entropy=False)
-    assert seen == [5, 18]
+    assert [*map(len, encoded)] == [5, 18]  # of five prompts, not of 18 samples
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_picture_of_several_rows_of_a_pass_is_encoded_once(folders, held, encoded, kind, packed):
+    module = of_family(folders, kind, packed)
+    batch = samples_of(module.hugging_face_model, module.reader, held)
+    encoded.clear()
+    module(columns_of(batch, torch.arange(len(batch)), torch.device("cpu")), with_entropy=False)
+    assert [*map(sorted, encoded)] == [sorted(held.values())]  # its figures: test_log_probs_and_gradients
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_pictures_of_samples_in_flight_are_encoded_once(folders, held, encoded, monkeypatch, kind):
+    """A sample with tokens is a context of its own, in whichever pass."""
+    model = loud(load_causal_lm(folders(kind)))
+    monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 64)
+    lengths = torch.arange(1, len(PROMPTS) * N + 1) % 4  # four are contexts of prompts
+    tokens = torch.arange(20, 24).repeat(len(lengths), 1)
+    begun = Samples(tokens, torch.zeros(tokens.shape), lengths, torch.ones(len(lengths), dtype=torch.bool))
+    results = []
+    for once in (True, False):
+        reader = reader_for(model, folders(kind))
+        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[2], reader=reader)
+        reader._takes_features = once
+        rollout.admit(0, prompts_of(model, reader, held), SamplingParams(n=N, max_tokens=T))
+        rollout._queue.from_oldest(0)[0].add(torch.arange(len(lengths)), begun, 0)
+        encoded.clear()
+        results.append((rollout.finish(0, 1).batch, [digest for call in encoded for digest in call]))
+    (found, distinct), (expected, all_of_them) = results
+    assert len(all_of_them) > 2 * len(distinct)
+    assert sorted(distinct) == sorted(set(all_of_them)) == sorted(held.values())
+    assert found["responses"].equal(expected["responses"])
+    torch.testing.assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", picture_models.FAMILIES)

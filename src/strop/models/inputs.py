@@ -8,16 +8,19 @@ Shapes: B padded rows of L columns, N computed tokens of the packed row, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.heads import decoder_of
+
+Features: TypeAlias = Sequence[Tensor | Sequence[Tensor]]
+"""By layer: the encoder's features [tokens, H] of a picture, or of each of its parts."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,17 @@ class PassInputs:
 class Reader:
     """Make the inputs of a model of text."""
 
-    def inputs(self, batch: Mapping[str, Tensor], computed_BL: Tensor | None = None) -> PassInputs:
-        """Return the inputs of a pass over padded rows; ``computed_BL``: those computed, if not all."""
-        del computed_BL
+    def inputs(
+        self,
+        batch: Mapping[str, Tensor],
+        computed_BL: Tensor | None = None,
+        encoded: dict[int, Features] | None = None,
+    ) -> PassInputs:
+        """Return the inputs of a pass over padded rows; ``computed_BL``: those computed, if not all.
+
+        ``encoded``: features of pictures by digest, of earlier passes with these weights; gets new ones.
+        """
+        del computed_BL, encoded
         if "images" in batch or "images_at" in batch:
             raise ModelError(
                 "a batch has pictures (the column images), and the model was loaded to read text: call "

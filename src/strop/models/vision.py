@@ -10,12 +10,13 @@ Shapes: B rows, L columns, P of them prompt, I pictures of a row, N computed tok
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from threading import Lock
 from time import perf_counter_ns
 from typing import Any, Self
@@ -25,12 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from strop import pictures, ranks
 from strop.config.names import PIXELS_REMEMBERED
 from strop.errors import ModelError
 from strop.models.heads import part_of
-from strop.models.inputs import PassInputs, Reader
+from strop.models.inputs import Features, PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, send
 from strop.models.prompts_once import prompt_width
 from strop.protocol import padded_on_the_left
@@ -63,8 +65,8 @@ class PictureInputs(PassInputs):
     sampled: Tensor
     """True [B, L] or [1, N] for placeholders that were sampled, whose ``input_ids`` are another token's."""
     placeholder: int
-    others: Mapping[str, Tensor]
-    """The family's arguments for pictures: pixels and sizes."""
+    others: Mapping[str, Any]
+    """The family's arguments for pictures: pixels and sizes, or features."""
     of_tokens: Mapping[str, Tensor]
     """Further arguments [B, L] or [1, N]."""
     add: Callable[[Tensor], Tensor] | None = None
@@ -124,6 +126,7 @@ class PictureReader(Reader):
         self._other = next(token for token in range(2) if token != self.placeholder)
         # families that count the rows and columns of a picture in their positions (M-RoPE)
         self._counts_places = hasattr(model.base_model, "get_rope_index")
+        self._takes_features = "mm_encoder_outputs" in inspect.signature(model.base_model.forward).parameters
         # Gemma 3: the tokens of a picture attend to each other, and the masks follow from their types
         self._sees_both_ways = config.model_type.startswith("gemma3")
 
@@ -135,7 +138,12 @@ class PictureReader(Reader):
             part_of(name) == "projector" and weight.dim() > 1 and not weight.any() for name, weight in weights
         )
 
-    def inputs(self, batch: Mapping[str, Tensor], computed_BL: Tensor | None = None) -> PassInputs:
+    def inputs(
+        self,
+        batch: Mapping[str, Tensor],
+        computed_BL: Tensor | None = None,
+        encoded: dict[int, Features] | None = None,
+    ) -> PassInputs:
         """See ``Reader``; pictures of rows whose prompts are not among the computed tokens are left out."""
         plain = PassInputs(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
         if "images" not in batch and "images_at" not in batch:
@@ -167,7 +175,7 @@ class PictureReader(Reader):
             seen_together=self._groups(of_picture_BL, mask_BL),
             sampled=send(sampled_BL, device),
             placeholder=self.placeholder,
-            others=self._pixels(digests, device),
+            others=self._encoded_or_pixels(digests, device, encoded),
             of_tokens={"token_type_ids": send(of_picture_BL.long(), device)} if self._sees_both_ways else {},
         )
 
@@ -214,7 +222,7 @@ class PictureReader(Reader):
 
         FSDP2 gathers the encoder's weights in a collective: this rank encodes a blank picture too, times 0.
         """
-        if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
+        if not self._is_sharded:
             return plain
         return PictureInputs(
             plain.input_ids,
@@ -232,7 +240,37 @@ class PictureReader(Reader):
         pixels = {name: send(column, embedded.device) for name, column in blank.items()}
         return embedded + 0.0 * sum(part.sum() for part in chain(*self._features(pixels)))
 
-    def _features(self, pixels: Mapping[str, Tensor]) -> list[Sequence[Tensor]]:
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(module, FSDPModule) for module in self.model.modules())
+
+    def _encoded_or_pixels(
+        self, digests: Sequence[int], device: torch.device, encoded: dict[int, Features] | None
+    ) -> dict[str, Any]:
+        """Return the family's arguments for pictures: features where one stands in several rows.
+
+        Pixels for a sharded model, whose weights are gathered in the family's own pass.
+        """
+        if encoded is None and len(set(digests)) < len(digests):
+            encoded = {}
+        if encoded is None or not self._takes_features or self._is_sharded:
+            return self._pixels(digests, device)
+        if new := [digest for digest in dict.fromkeys(digests) if digest not in encoded]:
+            encoded.update(zip(new, self._encode(new, device), strict=True))
+        layers: list[Any] = [*map(_joined, zip(*(encoded[digest] for digest in digests), strict=True))]
+        found: Any = BaseModelOutputWithPooling(pooler_output=layers[0])
+        found.deepstack_features = layers[1:]
+        return {"mm_encoder_outputs": {"image": found}}
+
+    def _encode(self, digests: Sequence[int], device: torch.device) -> list[Features]:
+        layers, counts = self._features(self._pixels(digests, device)), [1] * len(digests)
+        if len(layers[0]) != len(digests):  # one for each tile or crop
+            pixels = map(self._processed, digests)
+            counts = [columns["pixel_values"].shape[_axis(columns)] for columns in pixels]
+        spans = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+        return [[layer[span] for layer in layers] for span in spans]
+
+    def _features(self, pixels: Mapping[str, Tensor]) -> Features:
         """Return the features of pictures, then those of layers inside the encoder (Qwen3-VL)."""
         decoder: Any = self.model.base_model
         found = decoder.get_image_features(**pixels, return_dict=True)
@@ -291,8 +329,7 @@ class PictureReader(Reader):
     def _pixels(self, digests: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Return the family's arguments for pictures in the order of their tokens."""
         parts = [self._processed(digest) for digest in digests]
-        # Idefics 3 and SmolVLM have [1, crops, ...] of a row; the others pictures, tiles or patches first
-        axis = int(parts[0]["pixel_values"].dim() == 5 and "pixel_attention_mask" in parts[0])
+        axis = _axis(parts[0])
         columns = {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}
         return {name: send(column, device) for name, column in columns.items()}
 
@@ -366,6 +403,17 @@ def _noise(random: np.random.Generator, width: int, height: int) -> bytes:
     """Return the file of a picture of random colours."""
     pixels = random.integers(256, size=(height, width, 3), dtype=np.uint8)
     return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()
+
+
+def _axis(pixels: Mapping[str, Tensor]) -> int:
+    """Return the dimension of pictures, tiles, patches, or crops: [1, crops, ...] of Idefics 3, SmolVLM."""
+    return int(pixels["pixel_values"].dim() == 5 and "pixel_attention_mask" in pixels)
+
+
+def _joined(parts: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | list[Tensor]:
+    """Return the features of several pictures as the encoder returns them."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else [*chain(*parts)]
 
 
 def _digests(images_BI: Tensor) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from strop.models.inputs import PassInputs, Reader
+from strop.models.inputs import Features, PassInputs, Reader
 from strop.protocol import padded_on_the_left
 from strop.rollout.base import Advanced, Samples, SamplingParams
 from strop.rollout.hf.kv_cache import DecodeCache, Span, decoding_attention, keys_and_values, to_the_front
@@ -225,12 +225,15 @@ def _prefill(
     Contexts of similar length share a pass, without the columns that are padding in all of them.
     """
     cache: DecodeCache | None = None
+    # samples in flight are contexts of their own, whose prompts' pictures are encoded once
+    encoded: dict[int, Features] = {}
     order: list[Tensor] = []
     logits: list[Tensor] = []
     positions: list[Tensor] = []
     for longest, chosen in _passes(contexts.attention_mask.sum(1)):
         before_pass()
-        inputs, prefilled = reader.inputs(contexts.columns(chosen, longest)), DynamicCache()
+        prefilled = DynamicCache()
+        inputs = reader.inputs(contexts.columns(chosen, longest), encoded=encoded)
         logits.append(_last_logits(model, inputs, past_key_values=prefilled))
         positions.append(inputs.last_position)
         states = keys_and_values(prefilled, len(windows))
