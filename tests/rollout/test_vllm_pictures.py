@@ -134,9 +134,16 @@ def _checksums_of_a_changed_encoder(options: list[str]) -> None:
     changed = {name for name, value in rollout.checksums().items() if value != before[name]}
     assert len(changed) == 1, changed
     assert "patch_embed" in changed.pop()
+    rollout.update_weights(trainer.actor.worker.engine.named_weights())
+    verify = trainer.actor.worker.verify_rollout
+    verify(1)
+    # normalizes pixels, and is in no checkpoint
+    next(b for n, b in module.named_buffers() if n == "visual.input_norm.weight")[2] += 1e-3
+    with pytest.raises(ModelError, match=r"of version 2: 1 of .* visual\.input_norm\.weight\."):
+        verify(2)
 
 
-def test_checksums_name_a_changed_weight_of_the_encoder(inputs, tmp_path):
+def test_checksums_name_a_changed_weight_of_the_encoder_and_a_changed_constant(inputs, tmp_path):
     model = published("qwen2_5_vl", tmp_path / "model")
     done = forked.run(_checksums_of_a_changed_encoder, keys(inputs, model, tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -156,4 +163,3 @@ def test_a_family_that_vllm_reads_causally_is_refused(tmp_path):
     assert why_unsupported(config, "cpu") is None
     assert "name=hf" in str(why_unsupported(config, "cpu", pictures=True))
     assert why_unsupported(config, "cuda", pictures=True) is None
-    assert ModelError

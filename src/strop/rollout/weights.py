@@ -74,8 +74,12 @@ def add_up(parts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def require_equal_checksums(expected: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
-    """Raise ``ModelError`` naming weights that differ from the trainer's or are missing in the rollout."""
+    """Raise ``ModelError`` naming weights that differ from the trainer's or are missing in the rollout.
+
+    Constants of the rollout's model are held only if they differ: as ``UNEQUAL``.
+    """
     wrong = [name for name in expected if held.get(name) not in (expected[name], UNREADABLE)]
+    wrong += [name for name, value in held.items() if value == UNEQUAL and name not in expected]
     if not wrong:
         return
     absent = [name for name in wrong if name not in held]

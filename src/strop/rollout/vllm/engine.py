@@ -64,7 +64,7 @@ from strop.rollout.vllm.arguments import (
     why_unsupported,
 )
 from strop.rollout.vllm.checkpoint import CheckpointWeights
-from strop.rollout.vllm.held import held_checksums
+from strop.rollout.vllm.held import constants, held_checksums
 from strop.rollout.vllm.kind import extra_sampling, seed_per_sample
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
@@ -73,6 +73,7 @@ from strop.rollout.vllm.settings import (
     keeping_model_classes,
     keeping_process_state,
 )
+from strop.rollout.weights import UNEQUAL
 
 logger = logging.getLogger(__name__)
 _ENDS = ("stop", "length", "repetition")
@@ -136,6 +137,8 @@ class VLLMRollout(QueuedRollout):
                 reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
                 raise ModelError(f"rollout.name=vllm: the engine did not start: {reason}") from error
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
+        # right as they are: with pictures the weights were loaded from their files
+        self._constants = {} if texts is None else constants(self._worker.model_runner.get_model())
         if seed_per_sample is None:
             # vLLM 0.32's newer runner draws from (seed, position) in one kernel. The older one overwrites the
             # noise row by row, from a generator for each request with a seed: on a GPU a launch a row.
@@ -389,11 +392,16 @@ class VLLMRollout(QueuedRollout):
             self._asleep = False
 
     def checksums(self) -> dict[str, int]:
-        """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group."""
+        """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group.
+
+        With pictures also ``UNEQUAL`` for constants of the model that are no longer those it started with.
+        """
         model = self._worker.model_runner.get_model()
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         name_in_vllm = None if mapper is None else mapper.get_rename_mapper().map_name
-        return self._weights.held(gathered(held_checksums(model)), name_in_vllm)
+        now = constants(model) if self._constants else {}
+        changed = {name: UNEQUAL for name, value in self._constants.items() if now.get(name) != value}
+        return self._weights.held(gathered(held_checksums(model) | changed), name_in_vllm)
 
     def release(self) -> None:
         """Free weights and KV cache where vLLM can sleep (on a GPU)."""

@@ -66,6 +66,17 @@ def held_checksums(model: nn.Module) -> dict[str, int]:
     return found | {name: UNEQUAL for name, value in again.items() if found[name] != value}
 
 
+def constants(model: nn.Module) -> dict[str, int]:
+    """Return this rank's checksums of buffers by name, such as those that normalize pixels (``input_norm``).
+
+    No checkpoint has them, so no transfer mends them. Buffers outside the state dictionary are left out:
+    tables of positions change their dtype and grow.
+    """
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {name: checksum(buffer) for name, buffer in buffers if buffer.is_floating_point()}
+
+
 def _held(model: nn.Module) -> Iterator[Held]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
