@@ -30,6 +30,7 @@ from strop.config.checks.pictures import require_pictures
 from strop.config.load import load_config
 from strop.data.control_tokens import ControlTokens
 from strop.errors import ConfigError, DataError, ModelError, StropError
+from strop.models.vision import PictureReader
 from strop.results import Evaluation
 from strop.trainer.build import build_trainer
 from strop.trainer.ray_trainer import RayPPOTrainer
@@ -140,13 +141,13 @@ def test_an_exported_model_is_what_transformers_loads(inputs, tmp_path):
     folder = tmp_path / "final_model"
     source = inputs / "smolvlm" / "processor_config.json"
     assert (folder / source.name).read_bytes() == source.read_bytes()
-    AutoImageProcessor.from_pretrained(folder)
-    loaded = AutoModelForImageTextToText.from_pretrained(folder)
-    own = trainer.actor.worker.engine.module.hugging_face_model
-    trial = trainer.actor.worker.engine.module.reader.trial_rows()
-    arguments = trainer.actor.worker.engine.module.reader.inputs(trial).arguments()
+    loaded = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    module = trainer.actor.worker.engine.module
+    trial = module.reader.trial_rows()
+    read = PictureReader(loaded, AutoImageProcessor.from_pretrained(folder)).inputs(trial).arguments()
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(**arguments).logits, own.eval()(**arguments).logits)
+        own = module.hugging_face_model.eval()(**module.reader.inputs(trial).arguments())
+        assert torch.equal(loaded(**read).logits, own.logits)
 
 
 def test_a_model_with_pictures_trains_on_text(inputs, tmp_path):
