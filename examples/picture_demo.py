@@ -142,7 +142,7 @@ def right(response: str, ground_truth: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/pictures"))
-    parser.add_argument("--steps", type=int, default=150, help="iterations of 32 questions with 8 answers")
+    parser.add_argument("--steps", type=int, default=250, help="iterations of 32 questions with 8 answers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--blank", action="store_true", help="train on blank pictures: it stays at a guess")
     options = parser.parse_args()
