@@ -51,7 +51,7 @@ def _mixture(difference: Tensor, js_weight: float) -> tuple[Tensor, Tensor]:
 def _mixture_in(
     above_p: Tensor, above_q: Tensor, difference: Tensor, js_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``_mixture`` does in the first two; overwrites ``difference``.
+    """Return what ``_mixture`` does, which has a gradient, in the first two; overwrites ``difference``.
 
     A temporary tensor of a block's size costs more than the arithmetic, as its memory is new each time.
     """
