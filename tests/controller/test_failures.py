@@ -14,7 +14,7 @@ from strop.errors import WorkerError
 from strop.protocol import DataProto
 
 from messages import mentions, naming
-from toys import BrokenWorker, SlowToLoad, pools, ray_group
+from toys import BrokenWorker, SlowToLoad, limit, pools, ray_group
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 HERE = os.uname().nodename
@@ -103,8 +103,9 @@ def test_a_group_that_was_shut_down_is_named():
 @pytest.mark.parametrize("fault", ["sleep", "hold_the_interpreter"])
 def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(monkeypatch, fault):
     monkeypatch.setattr("strop.controller.ray.processes._STACKS_S", 3.0)
-    group = ray_group(pools(main=[2])[0], "Critic", phase_timeout_s=4.0)
+    group = ray_group(pools(main=[2])[0], "Critic")
     pids = group.pids()
+    limit(group, 4.0)
     started = time.monotonic()
     message = _failure(getattr(group, fault), 1)
     assert time.monotonic() - started < 60

@@ -15,7 +15,7 @@ from strop.errors import ConfigError, WorkerError
 
 from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
-from toys import pools, ray_group
+from toys import limit, pools, ray_group
 
 pytestmark = pytest.mark.usefixtures("two_nodes")
 
@@ -76,8 +76,9 @@ def test_the_last_lines_of_a_rank_on_the_other_node_are_reported():
 
 
 def test_the_stack_of_a_rank_on_the_other_node_is_reported():
-    group = ray_group(pools(main=[1, 1])[0], phase_timeout_s=3.0)
+    group = ray_group(pools(main=[1, 1])[0])
     rank = _other_rank(group.nodes())
+    limit(group, 3.0)
     with pytest.raises(WorkerError, match=naming("toy", f"rank {rank}")) as caught:
         group.hold_the_interpreter(rank)
     assert "in hold_the_interpreter" in str(caught.value).split("--- rank")[1]
@@ -87,7 +88,7 @@ def test_roles_on_two_nodes_train_as_in_one_process(tmp_path):
     inputs = make_inputs(tmp_path)
     local = train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local"))
     somebody_elses = placement_group([{"CPU": 1}])  # else both pools would fit on one node
-    assert somebody_elses.wait(30)
+    assert somebody_elses.wait(300)
     split = train(
         overrides(
             inputs,

@@ -245,3 +245,8 @@ def ray_group(
     return RayWorkerGroup(
         worker_cls=worker_cls, init_kwargs=init_kwargs, resource_pool=pool, name=name, settings=settings
     )
+
+
+def limit(group: RayWorkerGroup, seconds: float) -> None:
+    """Set the time limit of calls from now on: those that prepare a test may be slow on a busy machine."""
+    group._processes.timeout_s = seconds
