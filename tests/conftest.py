@@ -102,17 +102,25 @@ _RAY_RUNS = (
     "tests/workers/test_reward_model.py",
     "tests/workers/test_workers_in_flight.py",
 )
-# Tests that mostly wait: for deadlines, or for processes that start and end.
+# Tests that mostly wait, for deadlines or for processes that start and end, and tests with short limits of
+# time, as they have the cores first.
 _WAITING = (
     "tests/agents/",
     "tests/controller/",
     "tests/rewards/",
+    "tests/tracking/",
+    "tests/turns/",
     "tests/rollout/test_http_",
     "tests/e2e/test_stopped_runs.py",
+    "tests/e2e/test_turn_runs.py",
+    "tests/e2e/test_serve.py",
     "tests/trainer/test_lost_folder.py",
     "tests/e2e/test_ray",
+    "tests/benchmarks/test_gpu.py",
+    "tests/models/test_deferred.py",
     "tests/data/test_data_download_processes.py",
     "tests/data/test_data_hub.py",
+    "tests/data/test_template_check.py",
     *_RAY_RUNS,
 )
 _VLLM = (
