@@ -104,7 +104,7 @@ def main() -> None:
         found.setdefault("sft", []).append((scores, seconds))
 
     title = f"held-out accuracy, sampled; means of seeds {', '.join(map(str, options.seeds))}"
-    table = Table("samples", title=title)
+    table = Table("samples", title=title, pad_edge=False)  # 80 columns
     for part in range(PARTS + 1):
         table.add_column(f"{part * options.steps // PARTS * SAMPLES / 1000:.0f}k", justify="right")
     for column in ("min", "max", "s"):
