@@ -135,8 +135,14 @@ def test_the_time_for_a_babbling_turn_is_linear_in_its_length(name):
     parse, pieces = find_parser(name, None, {}, [], pytest.fail), (*BABBLE[name], "<think>", "</think>")
     for first in pieces:
         for piece in (first, f"{first}x", *(f"{first}{other}" for other in pieces), " ", "\n", "x"):
-            half, whole = (_seconds(parse, first + piece * (n // len(piece))) for n in (20_000, 40_000))
-            assert whole < 0.2 or whole < 3 * half, (first, piece)
+            texts = [first + piece * (n // len(piece)) for n in (20_000, 40_000)]
+            # the processor's time for the same work differs on a shared machine: one good measure is enough
+            assert any(_is_linear(parse, *texts) for _ in range(5)), (first, piece)
+
+
+def _is_linear(parse, half: str, whole: str) -> bool:
+    of_half, of_whole = _seconds(parse, half), _seconds(parse, whole)
+    return of_whole < 0.2 or of_whole < 3 * of_half
 
 
 def _seconds(parse, text: str) -> float:
