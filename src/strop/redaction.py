@@ -34,8 +34,9 @@ _FORM = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY.*?(?:-----END [A-Z0-9 ]{0,40}-----|\Z)"
     r"|\beyJ[\w=-]{6,}(?:\.[\w=-]*){1,4}"
     r"|\b(?:hf|api_org|npm|r8|gsk|nvapi|pplx|[sr]k|dckr_pat)[_-](?=[\w-]{0,99}[\dA-Z])[\w-]{10,}"
-    r"|\b(?:gh[pousr]_|github_pat_|glpat-|xox\w-|xapp-|AKIA|ASIA|AIza|GOCSPX-|ya29\.|SG\.|pypi-|wandb_v1_)"
-    r"[\w.-]{10,}"
+    r"|\b(?:gh[pousr]_|github_pat_|glpat-|xox\w-|xapp-|AKIA|ASIA|AIza|GOCSPX-|ya29\.|SG\.|pypi-|wandb_v1_"
+    r"|xai-|tvly-|whsec_|hv[bs]\.|dop_v1_|shp(?:at|ca|pa|ss)_|lin_api_|glsa_|sbp_|PMAK-|AGE-SECRET-KEY-"
+    r"|dapi(?=[0-9a-f]{32}))[\w.-]{10,}"
     r"|(?<=//hooks\.slack\.com/)[^\s\"']+|(?<=/bot)\d{5,}:[\w-]+",
     re.DOTALL,
 )
