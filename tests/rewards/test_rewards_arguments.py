@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import json
 import sys
 import time
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
+from strop import pictures
 from strop.errors import ConfigError
 from strop.protocol import DataProto
 from strop.rewards.arguments import Function, Sample
@@ -67,6 +71,29 @@ def test_a_function_gets_the_values_that_it_names(make: Make, batch_of: Callable
         "unknown": 7,
         "json": found[1]["json"],
     }
+
+
+def test_a_function_with_keywords_of_any_name_gets_what_it_names(
+    make: Make, batch_of: Callable[..., DataProto]
+):
+    """Pictures, and turns of a sample without an environment, are passed to those that name them."""
+    file = io.BytesIO()
+    Image.new("RGB", (5, 4)).save(file, "PNG")
+    batch = batch_of(["3", "44"], ["3", "4"])
+    batch.batch["images"] = torch.tensor([[pictures.hold(file.getvalue())], [0]])
+
+    def of_sample(response, images, n_turns, **kwargs):
+        return {"score": sum(one.width for one in images), "more": len(kwargs.keys() & {"images", "turns"})}
+
+    def of_batch(completions, images=None, n_turns=None, **kwargs):
+        return [sum(one.width for one in own) + turns - 1 for own, turns in zip(images, n_turns, strict=True)]
+
+    def of_any(response, **kwargs):
+        return float("images" in kwargs)
+
+    assert make(of_sample)(batch).parts["more"].tolist() == [0, 0]
+    for function, expected in ((of_sample, [5, 0]), (of_batch, [5, 0]), (of_any, [0, 0])):
+        assert make(function)(batch).token_level_scores.sum(1).tolist() == expected
 
 
 def test_messages_are_passed_as_given_and_as_the_text_of_the_model(

@@ -258,6 +258,7 @@ class _Rows:
             custom.wanted,
             self._prompt(row),
             sample.solution_str,
+            takes_all=custom.takes_all,
             for_batches=custom.is_batch,
             response_ids=response_ids,
         )

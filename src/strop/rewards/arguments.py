@@ -238,10 +238,8 @@ class Function:
             return self.where
         return f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno})"
 
-    def wanted(self) -> frozenset[str] | None:
-        """Return the names of the values of one sample that it takes; None for all."""
-        if self.takes_all:
-            return None
+    def wanted(self) -> frozenset[str]:
+        """Return the names of the values of one sample that it names."""
         return frozenset(BATCH_NAMES.get(name, name) for name in self.names)
 
     def waits(self) -> bool:
@@ -388,18 +386,20 @@ def tail_of(prompt_ids: Sequence[int], tokenizer: Any) -> str:
 
 
 def named_values(
-    wanted: Collection[str] | None,
+    wanted: Collection[str],
     row: Row,
     response: str,
     *,
+    takes_all: bool,
     for_batches: bool,
     response_ids: list[int] | None = None,
     truncated: bool | None = None,
     played: Played | None = None,
 ) -> dict[str, Any]:
-    """Return ``Sample.named``: the ``wanted`` columns of the row and values that are known; None for all.
+    """Return ``Sample.named``: the ``wanted`` columns of the row and values that are known.
 
-    ``for_batches`` adds those that functions for a batch alone take. Only what is wanted is computed.
+    ``takes_all`` adds all others but the pictures, and ``for_batches`` those that functions for a batch alone
+    take. Only what is wanted is computed.
     """
     known: dict[str, Callable[[], Any]] = {}
     if isinstance(row.given, str):
@@ -416,14 +416,16 @@ def named_values(
         known["response_ids"] = lambda: response_ids
     if truncated is not None:
         known["truncated"] = lambda: truncated
-    if wanted is not None and (row.images is not None or "images" not in row.columns):
-        known["images"] = lambda: Sent(row.images or ())  # not for **kwargs: files travel with each sample
-    if played is not None or (wanted is not None and not TURN_NAMES.keys().isdisjoint(wanted)):
+    # not for **kwargs alone: files travel with each sample
+    if "images" in wanted and (row.images is not None or "images" not in row.columns):
+        known["images"] = lambda: Sent(row.images or ())
+    if played is not None or not TURN_NAMES.keys().isdisjoint(wanted):
         # a sample without turns has one; there a column of the data may have such a name
         turns = played or Played([PlayedTurn(response)], "length" if truncated else "stop")
         of_turns = turns.values(row.messages() if "messages" in known else [])
         own = {name: functools.partial(of_turns.__getitem__, name) for name in of_turns}
-        known |= {name: value for name, value in own.items() if played or name not in row.columns}
+        kept = own if played else own.keys() & {*wanted} - {*row.columns}
+        known |= {name: own[name] for name in kept}
     if for_batches:
         answer = [{"role": "assistant", "content": response}]
         if played is not None:
@@ -434,7 +436,7 @@ def named_values(
     columns = dict(row.columns)
     if row.is_chat:
         columns.pop("prompt", None)  # the name means a text
-    names = {*columns, *known} if wanted is None else wanted
+    names = {*columns, *known} if takes_all else wanted
     return {
         name: known[name]() if name in known else columns[name]
         for name in names
@@ -473,17 +475,18 @@ def row_fields(prompts: DataProto, reward_fn_key: str) -> list[tuple[str, Any, A
 
 
 class SampleValues:
-    """``Sample.named`` of the samples of a batch of prompts; see ``named_values`` for the first two."""
+    """``Sample.named`` of the samples of a batch of prompts; see ``named_values`` for the first three."""
 
     def __init__(
         self,
-        wanted: Collection[str] | None,
+        wanted: Collection[str],
+        takes_all: bool,
         for_batches: bool,
         tokenizer: Any,
         prompts: DataProto,
         prompt_key: str,
     ) -> None:
-        self._wanted, self._for_batches = wanted, for_batches
+        self._wanted, self._takes_all, self._for_batches = wanted, takes_all, for_batches
         self._tokenizer, self._prompts = tokenizer, prompts
         self._given = prompts.non_tensor_batch.get(prompt_key)
         self._columns = dict(prompts.non_tensor_batch)
@@ -511,6 +514,7 @@ class SampleValues:
             self._wanted,
             row,
             response,
+            takes_all=self._takes_all,
             for_batches=self._for_batches,
             response_ids=token_ids,
             truncated=truncated,

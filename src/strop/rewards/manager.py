@@ -348,7 +348,8 @@ class RewardManager(Reward):
 
     def _values(self, prompts: DataProto) -> SampleValues:
         scorer = self.scorer
-        return SampleValues(scorer.wanted, scorer.is_batch, self.tokenizer, prompts, self.prompt_key)
+        names = scorer.wanted, scorer.takes_all, scorer.is_batch
+        return SampleValues(*names, self.tokenizer, prompts, self.prompt_key)
 
     def _sample(
         self,
@@ -545,9 +546,7 @@ class RewardManager(Reward):
         if is_known and len(str(fields[1])) > LONGEST_ANSWER:  # such as the tests of a program
             return None
         values = self._values(prompts)
-        taken = (
-            "everything (**kwargs)" if self.scorer.wanted is None else ", ".join(sorted(self.scorer.wanted))
-        )
+        taken = "everything (**kwargs)" if self.scorer.takes_all else ", ".join(sorted(self.scorer.wanted))
         function = f"{self.scorer.own.where} takes {taken}"
 
         def score(text: str, convert: Convert | None) -> tuple[str, Outcome]:

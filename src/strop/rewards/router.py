@@ -145,10 +145,10 @@ class Router:
             if not isinstance(scorer, str)
         }
         self.is_async = any(function.is_async for function in self._functions.values())
-        names = [function.wanted() for function in self._functions.values()]
-        self.takes_all = len(names) < len(self._registered) or None in names
+        known = self._functions.values()
+        self.takes_all = len(known) < len(self._registered) or any(one.takes_all for one in known)
         """True if a registered scorer may take any value (import paths are not imported here)."""
-        self.argument_names = frozenset(KEYWORDS).union(*filter(None, names))
+        self.argument_names = frozenset(KEYWORDS).union(*(one.wanted() for one in known))
         """See ``strop.rewards.arguments.Function``."""
         options = options or {}
         for source in options:

@@ -55,10 +55,9 @@ class Scorer:
         self.is_async = any(function.is_async for function in functions)
         self.waits = any(function.waits() for function in functions)
         """True if it needs the complete batch."""
-        wanted = [function.wanted() for function in functions]
-        known = [names for names in wanted if names is not None]
-        self.wanted = None if len(known) < len(wanted) else frozenset().union(*known)
-        """Names of the values that the functions take; None for all."""
+        self.takes_all = any(function.takes_all for function in functions)
+        self.wanted = frozenset().union(*(function.wanted() for function in functions))
+        """Names of the values that the functions name; they get others with ``takes_all``."""
 
     @classmethod
     def of(cls, function: ScoreFunction | Scorer) -> Scorer:
