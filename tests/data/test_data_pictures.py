@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -291,6 +292,28 @@ def test_equal_rows_of_other_forms_are_equal_batches(tokenizer, tmp_path):
             assert torch.equal(batch[key], batches["verl"][key]), (name, key)
 
 
+def test_rows_in_memory_have_pictures_of_several_forms(tokenizer, tmp_path):
+    """Bytes and texts, which Arrow would join as bytes, in columns, in records and in parts."""
+    path, own = tmp_path / "a.png", picture(30, 31)
+    path.write_bytes(content := encoded(own, compress_level=1))
+    digest, record = pictures.hold(content), {"bytes": content, "path": None}
+    forms = [content, record, {"bytes": None, "path": str(path)}, str(path), path, own, np.asarray(own)]
+    for first, second in itertools.permutations(forms, 2):
+        for rows in (
+            [{"prompt": "red", "images": [first, second]}],
+            [{"prompt": "red", "images": [form]} for form in (first, second)],
+            [{"prompt": "red", "image": form} for form in (first, second)],
+            [{"prompt": user([{"type": "image", "image": form}, text("red")])} for form in (first, second)],
+        ):
+            assert set(np.ravel(dataset(rows, tokenizer).pictures.columns)) == {digest}, (first, second)
+
+
+def test_arrays_in_other_columns_stay_numbers(tokenizer):
+    own = {"board": np.zeros((2, 2), np.uint8), "vector": np.ones(2)}
+    row = dataset([{"prompt": "red", "image": picture(9, 9), **own}, {"prompt": "red"}], tokenizer)[0]
+    assert (row["board"], row["vector"]) == ([[0, 0], [0, 0]], [1, 1])
+
+
 def test_paths_of_plain_prompts(tokenizer, tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(picture(30, 30)))
     source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "red", "image": "a.png"}, {"prompt": "blue"}])
@@ -405,7 +428,12 @@ def test_a_picture_that_fails_at_first_use_has_the_same_error(tokenizer):
         ({"images": [5]}, ("found int 5",)),
         ({"images": ["data:image/png;base64,%%"]}, ("not base64",)),
         ({"images": ["data:image/png,abc"]}, ("expected data:image/...;base64",)),
-        ({"images": [np.zeros((4, 4, 7), dtype=np.uint8)]}, ("rows:rows, row 0", "no picture of a prompt")),
+        (
+            {"images": [np.zeros((4, 4, 7), dtype=np.uint8)]},
+            ("rows:rows, row 0", "no picture of a prompt", "found [4, 4, 7] of uint8"),
+        ),
+        ({"images": [np.zeros((4, 4, 3))]}, ("rows:rows, row 0", "found [4, 4, 3] of float64")),
+        ({"images": [torch.zeros(4, 4, 3)]}, ("rows:rows", "do not fit together", "tensor")),
         ({"images": [Image.new("RGB", (0, 0))]}, ("rows:rows, row 0", "no picture of a prompt")),
         (
             {"prompt": user([{"type": "image_url", "image_url": {"url": "http://a/b.png"}}])},

@@ -159,7 +159,7 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
     with raised_as(DataError, f"{name}: values are nested too deep", RecursionError):
         try:
             return _joined(_tables(name, records(), wanted))
-        except (pa.ArrowException, OverflowError) as error:
+        except (pa.ArrowException, OverflowError, UnicodeDecodeError) as error:  # the last: of bytes as text
 
             def stored() -> Iterator[Located]:
                 return ((place, storable(record, f"{name}, {place}")) for place, record in records())
@@ -169,7 +169,9 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
             try:
                 return _joined(_tables(name, stored(), _tree(mixed, wanted, as_json), answers))
             except (pa.ArrowException, OverflowError):
-                raise DataError(f"{name}: the rows have values that do not fit together: {error}") from error
+                raise DataError(
+                    f"{name}: the rows have values that do not fit together: {error!s:.200}"
+                ) from error
 
 
 def table_of(name: str, rows: Sequence[Any], texts: Collection[str] = ()) -> pa.Table:
@@ -221,13 +223,25 @@ def _tables(
         try:
             for column in columns:
                 made[column] = pa.array([row.get(column) for row in rows])
-                if pa.types.is_nested(made[column].type):
+                kind = made[column].type
+                if "binary" in str(kind) and any(_are_bytes(row.get(column), kind) for row in rows):
+                    raise pa.ArrowInvalid(f"the column {column} has bytes and texts")
+                if pa.types.is_nested(kind):
                     exact = _exact(column, [row.get(column) for row in own], made[column])
                     made |= {} if exact is None else {exact_name(column): exact}
         except UnicodeEncodeError as error:
             place = next(place for place, row in chunk if error.object in _all_texts(row))
             raise DataError(f"{name}, {place}: a text is not Unicode (a lone surrogate)") from error
         yield pa.table(made)
+
+
+def _are_bytes(value: Any, kind: pa.DataType) -> bool:
+    """Return True if Arrow, with this type, makes bytes of a text in ``value``."""
+    if value is not None and pa.types.is_list(kind):
+        return any(_are_bytes(item, kind.value_type) for item in value)
+    if value is not None and pa.types.is_struct(kind):
+        return any(_are_bytes(value.get(field.name), field.type) for field in kind)
+    return pa.types.is_binary(kind) and isinstance(value, str)
 
 
 def _with_text(value: Any, tree: Tree | None) -> Any:
@@ -247,7 +261,15 @@ def as_text(value: Any) -> str | None:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)  # of any size
-    return None if value != value else pa.scalar(value).cast(pa.string()).as_py()
+    return None if _is_missing(value) else pa.scalar(value).cast(pa.string()).as_py()
+
+
+def _is_missing(value: Any) -> bool:
+    """Return True for None, and for NaN, which Arrow reads as null."""
+    try:
+        return value is None or bool(value != value)
+    except (TypeError, ValueError, RuntimeError):  # tensors, pandas.NA
+        return False
 
 
 def _mixed(name: str, records: Iterable[Located]) -> tuple[list[Place], list[Place]]:
@@ -258,7 +280,7 @@ def _mixed(name: str, records: Iterable[Located]) -> tuple[list[Place], list[Pla
     kinds: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def note(value: Any, path: tuple[Any, ...], place: str) -> None:
-        if value is None or value != value:  # NaN: null
+        if _is_missing(value):
             return
         kind = "text" if isinstance(value, str) else type(value).__name__
         if isinstance(value, Mapping):

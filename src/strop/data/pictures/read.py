@@ -8,7 +8,7 @@ import functools
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,7 @@ class Reader:
 
     def _hold(self, value: Any, row: int, key: str, entry: int) -> int:
         where = f"{self._name}, row {row}, field {key}, picture {entry}"
-        if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
-            content = value.get("bytes")
-            value = content if content is not None else value.get("path")
+        value = _content(value) if _is_record(value) else value
         if isinstance(value, bytes):
             return pictures.hold(value, where)
         if not isinstance(value, str):
@@ -98,6 +96,15 @@ class Reader:
             return pictures.hold_file(path, f"{where}, {value}")
         except OSError as error:
             raise DataError(f"{where}: the file {path} cannot be read: {error.strerror or error}") from error
+
+
+def _is_record(value: Any) -> bool:
+    """Return True for {bytes, path}."""
+    return isinstance(value, Mapping) and "type" not in value and not {"bytes", "path"}.isdisjoint(value)
+
+
+def _content(record: Mapping[str, Any]) -> Any:
+    return record.get("path") if record.get("bytes") is None else record["bytes"]
 
 
 def _decoded(url: str, where: str) -> bytes:
@@ -154,26 +161,38 @@ def _without_pictures(message: Any) -> Any:
 def storable(row: Any, where: str) -> Any:
     """Return a row with pictures that are objects (of PIL, or arrays of uint8) as data URLs.
 
-    So are bytes in a part of a message: records of several types are stored as JSON. Other rows are returned
-    as they are.
+    So are bytes in ``COLUMNS`` and in parts of messages, where values of several types become text. Paths are
+    texts, and other arrays lists. Other rows are returned as they are.
     """
     with raised_as(DataError, f"{where}: an image or array is no picture of a prompt"):
-        return _as_urls(row)
+        if not isinstance(row, Mapping):
+            return row
+        made = {key: _as_urls(value, key in COLUMNS) for key, value in row.items()}
+        return made if any(made[key] is not value for key, value in row.items()) else row
 
 
 def _as_urls(value: Any, in_part: bool = False) -> Any:
     if isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
+        if in_part and _is_record(value):
+            return _as_urls(_content(value), in_part)
         in_part = in_part or is_place(value)
-        if in_part and isinstance(value.get("bytes"), bytes):
-            return _url(value["bytes"])
         made = {key: _as_urls(item, in_part) for key, item in value.items()}
         return made if any(made[key] is not item for key, item in value.items()) else value
     if isinstance(value, list | tuple):
         items = [_as_urls(item, in_part) for item in value]
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if isinstance(value, np.ndarray) and value.ndim > 1 and value.dtype == np.uint8:
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        colours = ((3,), (4,), ()) if in_part else ((3,), (4,))
+        is_picture = value.dtype == np.uint8 and value.shape[2:] in colours
+        if value.ndim == 1 or not (is_picture or in_part):
+            return _as_urls(value.tolist(), in_part)
+        if not is_picture:
+            found = f"{list(value.shape)} of {value.dtype}"
+            raise ValueError(f"expected an array [height, width, 3] of uint8, found {found}")
         from PIL import Image
 
         return _url(_encoded(Image.fromarray(value)))
