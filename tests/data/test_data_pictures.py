@@ -157,6 +157,14 @@ def test_placeholders_in_a_users_text_are_text(kind, with_picture, tokenizer_of)
     assert words in tokenizer.decode(after)
 
 
+def test_marks_of_places_are_no_warning_where_they_are_a_control_token(tokenizer_of, caplog):
+    rows = [{"prompt": "<image>red", "images": [picture(30, 30)]}]
+    dataset(rows, tokenizer_of("smolvlm"))
+    assert not caplog.records
+    dataset([{"prompt": "<image>red"}], tokenizer_of("smolvlm"))
+    assert mentions(caplog.text, "'<image>', a control token")
+
+
 def test_text_about_the_mark_stays_text_without_pictures(tokenizer):
     found = dataset([{"prompt": user("the tag <image>")}], tokenizer)
     assert "<image>" in tokenizer.decode(found[0]["input_ids"])
@@ -328,6 +336,13 @@ def test_paths_of_plain_prompts(tokenizer, tmp_path):
     assert tokenizer.decode(own["raw_prompt_ids"]) == "red"
 
 
+def test_a_table_of_texts_names_its_pictures_by_paths_or_not(tokenizer, tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(picture(30, 30)))
+    (tmp_path / "r.csv").write_text(f"prompt,image\nred,a.png\nred,\nred,file://{tmp_path}/a.png\n")
+    first, none, other = dataset(tmp_path / "r.csv", tokenizer).pictures.columns.ravel()
+    assert first == other > none == 0
+
+
 def test_paths_beside_a_file_that_is_named_from_the_working_folder_hold_elsewhere(
     tokenizer, tmp_path, monkeypatch
 ):
@@ -418,6 +433,14 @@ def test_a_picture_that_fails_at_first_use_has_the_same_error(tokenizer):
     ("row", "found"),
     [
         ({"images": ["https://example.org/a.png"]}, ("https://example.org", "not downloaded")),
+        (
+            {"images": [url(encoded(picture(40, 40)))[22:]]},
+            ("row 0, field images, picture 0", "too long; base64 needs data:image/png;base64, before it"),
+        ),
+        (
+            {"prompt": user([{"type": "image", "source": {"type": "base64", "data": "iVBO"}}])},
+            ("row 0", "message 0", "as 'image' or 'image_url', found 'source'"),
+        ),
         ({"images": ["none.png"]}, ("none.png", "No such file", "row 0, field images, picture 0")),
         ({"images": ["a\0.png"]}, ("'a\\x00.png' is no path", "row 0, field images, picture 0")),
         ({"images": ["~nobody-of-this-name/a.png"]}, ("is no path", "row 0, field images, picture 0")),

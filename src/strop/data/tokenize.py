@@ -32,6 +32,7 @@ from strop.config.machine import usable_cores
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, progress_bar
 from strop.data.pictures.expand import PromptPictures
+from strop.data.pictures.parts import MARK
 from strop.data.prompt_table import OWN_TOOLS, PromptTable, with_exact
 from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
 from strop.data.records import exact_name
@@ -102,7 +103,9 @@ def tokenize_table(
     template leaves out.
     """
     if not how.allow_special_tokens:
-        _warn_of_control_tokens(table, prompt_key, control_tokens(tokenizer).names)
+        # with pictures <image>, a control token of some families, is the mark of a place
+        names = [name for name in control_tokens(tokenizer).names if table.images is None or name != MARK]
+        _warn_of_control_tokens(table, prompt_key, names)
     has_tools = encode is encode_prompts and table.tools_key is not None
     cache = None
     if cache_dir is not None:

@@ -12,6 +12,8 @@ MARK = "<image>"
 """Place of a picture in a text, as in files of verl."""
 PLACE = {"type": "image"}
 _KINDS = ("image", "image_url")
+_OTHER_KEYS = ("source", "base64")
+"""Where parts of Anthropic's API and of transformers hold the content of a picture."""
 
 
 class Expansion(NamedTuple):
@@ -56,7 +58,11 @@ def parts_problem(content: Sequence[Any]) -> str | None:
     """Return the reason why a list is no content of a message, or None if it is one."""
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if not is_place(part) and not (kind == "text" and isinstance(part.get("text"), str)):
+        if is_place(part):
+            other = next((key for key in _OTHER_KEYS if part.get(key)), None)
+            if other and picture_in(part) is None:
+                return f"expected the picture of a part as 'image' or 'image_url', found {other!r}"
+        elif not (kind == "text" and isinstance(part.get("text"), str)):
             found = f"of type {kind!r}" if kind else f"{part!r:.60}"
             return f"expected parts of text and images, found one {found}"
     return None

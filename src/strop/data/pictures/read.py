@@ -54,7 +54,8 @@ class Reader:
 
         ``value`` is that of the column ``key``; messages that hold no picture are returned as they are.
         """
-        entries = value if isinstance(value, list) else [] if value is None else [value]
+        # a CSV file has an empty text for nothing
+        entries = value if isinstance(value, list) else [] if value in (None, "") else [value]
         found = [self._hold(entry, row, self._key, number) for number, entry in enumerate(entries)]
         held = [picture_in(part) for part in places(messages)] if isinstance(messages, list) else []
         if not any(held):
@@ -79,6 +80,7 @@ class Reader:
             )
         if value.startswith("data:"):
             return pictures.hold(_decoded(value, where), where)
+        value = value.removeprefix("file://")
         if "://" in value:
             raise DataError(
                 f"{where}: {value:.80}: pictures are not downloaded in a run; download them, and name files"
@@ -95,7 +97,10 @@ class Reader:
         try:
             return pictures.hold_file(path, f"{where}, {value}")
         except OSError as error:
-            raise DataError(f"{where}: the file {path} cannot be read: {error.strerror or error}") from error
+            reason = error.strerror or error
+            if len(value) > 200:
+                reason = f"{reason}; base64 needs data:image/png;base64, before it"
+            raise DataError(f"{where}: the file {path!s:.200} cannot be read: {reason}") from error
 
 
 def _is_record(value: Any) -> bool:
