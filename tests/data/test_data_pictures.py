@@ -597,6 +597,9 @@ def test_prompts_with_answers_are_those_of_reinforcement_learning(tokenizer):
     assert pictures_digest(answered(rows[1:], tokenizer, "chosen", "rejected")) is None
     batch = pair_batch([found[0], found[1]], pad_token_id=0, max_prompt_length=99, max_response_length=9)
     assert batch.batch["images"].tolist() == [expected[row]["images"].tolist() for row in range(2)]
+    for shown in (small, np.asarray(small), [{"role": "assistant", "content": small}]):
+        with pytest.raises(DataError, match=naming("rows:rows, row 1, field rejected", "found a picture")):
+            answered([rows[0], {**rows[0], "rejected": shown}], tokenizer, "chosen", "rejected")
     with pytest.raises(DataError, match=naming("data.truncation=left", "data.filter_overlong=True")):
         answered(rows, tokenizer, "chosen", "rejected", truncation="left")
 

@@ -162,7 +162,7 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
         except (pa.ArrowException, OverflowError, UnicodeDecodeError) as error:  # the last: of bytes as text
 
             def stored() -> Iterator[Located]:
-                return ((place, storable(record, f"{name}, {place}")) for place, record in records())
+                return ((place, storable(record, f"{name}, {place}", texts)) for place, record in records())
 
             mixed, as_json = _mixed(name, stored())
             answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))

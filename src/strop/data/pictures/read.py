@@ -7,7 +7,7 @@ import binascii
 import functools
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -163,17 +163,31 @@ def _without_pictures(message: Any) -> Any:
     return {**message, "content": [{"type": "image"} if is_place(part) else part for part in content]}
 
 
-def storable(row: Any, where: str) -> Any:
+def storable(row: Any, where: str, texts: Collection[str] = ()) -> Any:
     """Return a row with pictures that are objects (of PIL, or arrays of uint8) as data URLs.
 
     So are bytes in ``COLUMNS`` and in parts of messages, where values of several types become text. Paths are
-    texts, and other arrays lists. Other rows are returned as they are.
+    texts, and other arrays lists. Other rows are returned as they are. Raises :class:`DataError` for those in
+    place of a text in the columns ``texts``.
     """
+    if not isinstance(row, Mapping):
+        return row
+    for key in texts:
+        chat = row.get(key)
+        messages = [one for one in chat if isinstance(one, Mapping)] if isinstance(chat, list) else []
+        contents = [chat, *(message.get("content") for message in messages)]
+        if any(_is_image(one) or (isinstance(one, np.ndarray) and one.ndim > 1) for one in contents):
+            raise DataError(
+                f"{where}, field {key}: expected a text or messages, found a picture; those of a prompt are "
+                "in the column images, or in parts {type: image, image: ...} of its messages"
+            )
     with raised_as(DataError, f"{where}: an image or array is no picture of a prompt"):
-        if not isinstance(row, Mapping):
-            return row
         made = {key: _as_urls(value, key in COLUMNS) for key, value in row.items()}
         return made if any(made[key] is not value for key, value in row.items()) else row
+
+
+def _is_image(value: Any) -> bool:
+    return "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image)
 
 
 def _as_urls(value: Any, in_part: bool = False) -> Any:
@@ -201,7 +215,7 @@ def _as_urls(value: Any, in_part: bool = False) -> Any:
         from PIL import Image
 
         return _url(_encoded(Image.fromarray(value)))
-    if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
+    if _is_image(value):
         return _url(_encoded(value))
     return _url(value) if in_part and isinstance(value, bytes) else value
 
