@@ -81,6 +81,14 @@ def test_columns_can_be_named_and_reach_into_nested_ones(score: Callable[..., An
     assert cells(score(path, *options, "--data-source", "openai/gsm8k")[1]) == expected
 
 
+def test_a_function_of_pictures_does_not_get_their_names(score: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "r.py").write_text("def count(response, images):\n    return len(images)\n")
+    paths = [write(tmp_path / f"{len(own)}.jsonl", [{**ROWS[0], "images": own}]) for own in ([], ["1f2e"])]
+    assert cells(score(paths[0], "--reward", tmp_path / "r.py")[1])["openai/gsm8k"][1] == "0.0000"
+    with pytest.raises(ConfigError, match=naming("takes images", "strop score reads none", "1f2e")):
+        score(paths[1], "--reward", tmp_path / "r.py")
+
+
 def test_a_custom_function_scores_any_source(score: Callable[..., Any], tmp_path: Path):
     rewards = tmp_path / "reward.py"
     rewards.write_text(

@@ -254,6 +254,11 @@ class _Rows:
             from strop.data.prompts import encode_responses
 
             (response_ids,) = encode_responses([sample.solution_str], self._tokenizer)
+        if "images" in custom.wanted and (images := row.get("images")):
+            raise ConfigError(
+                f"{custom.own.where} takes images, pictures of PIL in a run, and strop score reads none: the "
+                f"column has {images!s:.60}. Take no images here, or score new answers with strop eval"
+            )
         values = named_values(
             custom.wanted,
             self._prompt(row),
