@@ -133,17 +133,19 @@ def _(given, right):
         played.rollout._complete([batch], 0)
         url, key = batch.plays[0].values["base_url"], batch.plays[0].key
         for base_url, status in ((url, 403), (url.replace(key, "0" * 32), 404)):
-            requests = []
+            requests, seconds = [], []
             with httpx.Client(event_hooks={"request": [requests.append]}) as own:
                 client = openai.OpenAI(base_url=base_url, api_key="x", http_client=own)  # its defaults
-                begun = time.monotonic()
-                with pytest.raises(openai.APIStatusError) as refused:
-                    client.chat.completions.create(model="m", messages=HI)
-            assert time.monotonic() - begun < right["seconds_below"]
+                for _ in range(3):  # a busy machine may disturb one
+                    begun = time.monotonic()
+                    with pytest.raises(openai.APIStatusError) as refused:
+                        client.chat.completions.create(model="m", messages=HI)
+                    seconds.append(time.monotonic() - begun)
+            assert min(seconds) < right["seconds_below"]
             assert refused.value.status_code == status
             assert status not in right["status_not_in"]
             assert refused.value.response.headers["x-should-retry"] == "false"
-            assert len(requests) == right["requests_seen"]
+            assert len(requests) == 3 * right["requests_seen"]
 
 
 def _asks(base_url):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import processes
 import psutil
 import pytest
 from scripted_agents import HI, Agents, agents, ids_of
@@ -203,10 +203,7 @@ def test_programs_that_break_cost_their_sessions_and_leave_no_process():
     assert "returned [1]" in _error(result, 6)
     mask = result.batch["response_mask"].bool().any(1).tolist()
     assert mask == [reason != "error" for reason in expected]
-    assert (
-        "271828"
-        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    )
+    assert not any("271828" in command for command in processes.commands())
 
 
 def _kills_its_process(base_url, number):
@@ -396,11 +393,11 @@ def test_a_command_that_fails_or_leaves_a_process_is_ended_whole():
         pytest.skip("curl is not installed")
     with agents(command, prompts=3) as played:
         result = played.play()
-        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        listed = processes.commands()
     assert _ended(result) == ["stop", "error", "stop"]
     assert "status 4" in _error(result, 1)
     assert json.loads(result.non_tensor_batch["conversation"][0])["response"] == "told"
-    assert "161803" not in listed
+    assert not any("161803" in command for command in listed)
 
 
 def test_programs_that_cannot_be_loaded_are_errors_before_a_model_is(tmp_path):

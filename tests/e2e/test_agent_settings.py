@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import agent_programs
+import processes
 import pytest
 
 from strop.tracking.jsonl import read_metrics
@@ -114,8 +115,7 @@ def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, t
         assert _started(options, log).wait() == 0, log.read_text()[-3000:]
         digests.append(hashlib.sha256((run / "final_model" / "model.safetensors").read_bytes()).hexdigest())
     assert digests[0] == digests[1]
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(inputs) not in listed
+    assert not any(str(inputs) in command for command in processes.commands())
 
 
 def _started(options: list[str], log: Path) -> subprocess.Popen:

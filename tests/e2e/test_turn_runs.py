@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from processes import own_and_orphans
 from safetensors.torch import load_file
 
 from strop.engines.torch.engine import TorchEngine
@@ -121,25 +120,18 @@ def test_a_resumed_run_with_samples_between_turns_trains_the_same(inputs, tmp_pa
     assert hashes(train(_options(inputs, tmp_path / "resumed", *options, checkpoint))) == whole
 
 
-def _processes(name: str) -> set[str]:
-    """Return ids and commands of the running processes that this one has started, and of orphans."""
-    table = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
-    parents = {str(os.getpid()), "1"}
-    return {line for line in table.splitlines() if line.split()[0] in parents and name in line}
-
-
 def test_methods_that_break_cost_their_turns_and_leave_no_process(inputs, tmp_path):
     grpo = "algorithm.adv_estimator=grpo"
     steps = "trainer.total_training_steps=3"  # an epoch
-    before = _processes("strop.environments")
+    before = own_and_orphans("strop.environments")
     trainer = train(_options(inputs, tmp_path, grpo, steps, "environment.timeout=4", name="Breaks"))
-    started = _processes("strop.environments") - before  # those of earlier tests may end meanwhile
+    started = own_and_orphans("strop.environments") - before  # those of earlier tests may end meanwhile
     assert started
     kept = [group.worker for group in trainer.groups.values()]  # as a traceback does
     trainer.shutdown()
-    assert not _processes("strop.environments") & started
+    assert not own_and_orphans("strop.environments") & started
     assert kept
-    assert not _processes("sleep 314159")
+    assert not own_and_orphans("sleep 314159")
     found = _metrics(tmp_path)
     assert [metrics["turns/ended_by/error"] for metrics in found] == [0] * 3
     # of the 24 rows one hangs, 4 raise and 4 exit, unless their first turn is cut at its limit

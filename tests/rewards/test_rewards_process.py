@@ -72,7 +72,7 @@ def test_an_exception_or_a_wrong_result_costs_one_sample_and_no_process(
     outcome = run(process, code)
     assert outcome.status == "raised"
     assert part in outcome.error
-    assert "strop/" not in outcome.error
+    assert "strop/rewards/worker" not in outcome.error
     outcome.error.encode()
     assert running() == before
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import own_and_orphans
 
 from scripted import Script, answers, call, ended_by, environments_of
 
@@ -364,13 +365,6 @@ def test_control_tokens_and_lone_surrogates_of_a_tool_are_text():
         assert [said.count(number) for number in (3, 2)] == [3, 2]
 
 
-def _processes(name: str) -> set[str]:
-    """Return the running processes whose command has the name: children of this one, and orphans."""
-    table = subprocess.run(["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True).stdout
-    parents = {str(os.getpid()), "1"}
-    return {line for line in table.splitlines() if line.split()[0] in parents and name in line}
-
-
 class Leaves:
     """Starts processes that outlive its methods."""
 
@@ -395,10 +389,10 @@ class Leaves:
 
 
 def test_no_process_is_left():
-    marker, before = str(2**20 + os.getpid()), _processes("strop.environments")
+    marker, before = str(2**20 + os.getpid()), own_and_orphans("strop.environments")
     scripts = [[call(name), "end"] for name in ("forks", "exits", "hangs")]
     result = Script(environments_of(own=Leaves), scripts, rows={"marker": [marker] * 3}, timeout=4.0).play()
     assert ended_by(result) == ["stop"] * 3
     assert result.batch["n_errors"].tolist() == [0, 1, 1]
-    assert not _processes(f"sleep {marker}")
-    assert _processes("strop.environments") <= before
+    assert not own_and_orphans(f"sleep {marker}")
+    assert own_and_orphans("strop.environments") <= before
