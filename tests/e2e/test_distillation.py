@@ -97,6 +97,17 @@ def problems(inputs, *extra, teacher="teacher"):
         ),
         (["teacher.by_source={a: {modle: {path: b}}}", "teacher.model.path=''"], ["by_source.a", "modle"]),
         (["teacher.by_source={a: {model: {path: b}}}"], ["by_source", "teacher.model.path"]),
+        *(
+            ([f"teacher.by_source={{a: {{{entry}}}}}", "teacher.model.path=''"], [f"by_source.a.{word}", found])
+            for entry, word, found in (
+                ("model: {path: b, override_config: 3}", "model.override_config", "3"),
+                ("model: {path: b, fsdp_config: {param_offload: true}}", "model", "override_config, "),
+                ("model: {path: reference}", "model.path=reference", "name a model"),
+                ("model: b", "model", "expected path"),
+                ("servers: []", "servers", "[]"),
+                ("servers: [3]", "servers.0", "3"),
+            )
+        ),
         (["teacher.kl=sampled", "teacher.top_k=4"], ["teacher.top_k", "null"]),
         (["teacher.model.path=''"], ["reward_manager=none", "teacher.model.path"]),
         (["algorithm.filter_groups.enable=true"], ["filter_groups", "reward_manager=none"]),
@@ -150,7 +161,7 @@ def test_a_data_source_without_a_teacher_stops_the_run_before_a_model_loads(inpu
 
 @pytest.mark.parametrize("share", [0, 1])
 def test_a_mixture_of_one_model_is_refused(inputs, share):
-    with pytest.raises(ConfigError, match="js_weight"):
+    with pytest.raises(ConfigError, match=f"js_weight: found {share}, expected float > 0 and < 1"):
         problems(inputs, "teacher.kl=js", f"teacher.js_weight={share}")
 
 

@@ -237,6 +237,8 @@ def _bounds_in_words(metadata: Iterable[Any]) -> str:
                     words.append(f">= {bound}")
                 case annotated_types.Le(bound):
                     words.append(f"<= {bound}")
+                case annotated_types.Lt(bound):
+                    words.append(f"< {bound}")
     return f" {' and '.join(words)}" if words else ""
 
 

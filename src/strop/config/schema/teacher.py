@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from strop.config.schema.base import (
     FILES,
@@ -41,6 +41,9 @@ class Teacher(NamedTuple):
     servers: Sequence[str] = ()
 
 
+_SERVERS = TypeAdapter(Annotated[Names, Field(min_length=1)])
+
+
 def teachers_of(section: Any) -> list[Teacher]:
     """Return the teachers of a section ``teacher``, in the order of ``by_source``.
 
@@ -53,18 +56,28 @@ def teachers_of(section: Any) -> list[Teacher]:
         return [one] if base.path or section.servers else []
     if base.path or section.servers:
         raise ConfigError("teacher.by_source names all teachers; empty teacher.model.path and servers")
+    # a section of an engine is of all teachers
+    known = [name for name, value in base if not isinstance(value, Section)]
     found = []
     for source, entry in section.by_source.items():
         where, own = f"teacher.by_source.{source}", entry.get("model", {})
         if entry.keys() not in ({"model"}, {"servers"}):
             raise ConfigError(f"{where}: found {sorted(entry)}, expected either model or servers")
-        if "servers" in entry:
-            found.append(Teacher(source, None, list(entry["servers"])))
-            continue
-        if not isinstance(own, Mapping) or not own.get("path") or own.keys() - type(base).model_fields.keys():
-            known = ", ".join(type(base).model_fields)
-            raise ConfigError(f"{where}.model: found {own}, expected path among the keys {known}")
-        found.append(Teacher(source, base.model_copy(update=dict(own))))
+        try:
+            if "servers" in entry:
+                found.append(Teacher(source, None, _SERVERS.validate_python(entry["servers"])))
+                continue
+            if not isinstance(own, Mapping) or not own.get("path") or own.keys() - known:
+                names = ", ".join(known)
+                raise ConfigError(f"{where}.model: found {own}, expected path among the keys {names}")
+            model = type(base).model_validate({**base.model_dump(), **own})
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, (where, *entry, *first["loc"])))
+            raise ConfigError(f"{place}: found {first['input']!r}; {first['msg']}") from None
+        if model.path == THE_POLICY:
+            raise ConfigError(f"{where}.model.path={THE_POLICY}: the policy teaches all rows or none; name a model")
+        found.append(Teacher(source, model))
     return found
 
 
