@@ -8,6 +8,7 @@ import pytest
 
 from strop.config.checks.check import check
 from strop.config.load import load_config
+from strop.errors import TrainingError
 
 import runs
 import tiny_model
@@ -77,3 +78,12 @@ def test_of_two_data_sources_a_server_judges_one_and_a_model_the_other(tmp_path)
 def test_an_address_that_cannot_be_used_is_refused_before_a_model_loads(keys, words):
     config = load_config(["actor_rollout_ref.model.path=m", "data.train_files=f", *ALONE, *keys])
     assert any(words in line for line in check(config).errors), check(config).errors
+
+
+def test_a_server_that_does_not_answer_is_named_while_the_run_waits(tmp_path, caplog):
+    inputs, url = runs.make_inputs(tmp_path), "http://127.0.0.1:9"
+    keys = (*ALONE, f"teacher.servers=[{url}]", "actor_rollout_ref.rollout.http.patience_s=1")
+    with pytest.raises(TrainingError, match="teacher.servers: 0 servers answer, 1 are needed"):
+        runs.train(runs.overrides(inputs, tmp_path / "run", *keys))
+    (line,) = [record.getMessage() for record in caplog.records if url in record.getMessage()]
+    assert line.startswith(f"{url} does not join: ")

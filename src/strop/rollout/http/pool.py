@@ -82,8 +82,9 @@ class Pool:
         *,
         broadcasts: bool = False,
         keeps_weights: bool = False,
+        name: str = "rollout.http",
     ) -> None:
-        """Take the section ``rollout.http``, and the facts that every server must have.
+        """Take the section ``rollout.http``, and the facts that every server must have; errors say ``name``.
 
         ``verify`` raises ``ModelError`` unless a joiner's checksums are those of the weights; None: they are
         not read. With ``broadcasts`` servers are sent the sealed file, else they read it.
@@ -91,7 +92,7 @@ class Pool:
         """
         self._settings, self._expected, self.vocabulary = settings, dict(expected), vocabulary
         self._token, self.own, self._verify, self._broadcasts = token, own, verify, broadcasts
-        self._keeps_weights = keeps_weights
+        self._keeps_weights, self._name = keeps_weights, name
         self.live: list[Server] = []
         """Servers that answer, and have the present weights if there are any."""
         self.out: dict[str, Exception] = {}
@@ -123,8 +124,6 @@ class Pool:
             self._require_patience(needed)
             await asyncio.sleep(_LOOK_S)
         self._is_open = True
-        for url, error in self.out.items():
-            logger.warning("%s does not answer: %s", url, error)
         if self._keeps_weights:
             logger.info(
                 "no weights are loaded or sent; those of the servers are evaluated, version %s%s",
@@ -160,7 +159,8 @@ class Pool:
                 if isinstance(error, Refused | ConfigError) and not self._is_open:
                     raise ConfigError(f"{url}: {error}") from error
                 self._count_error(url, error)
-                if self._is_open and str(error) != str(self.out.get(url)):
+                # one of the run that is starting gives nothing but errors
+                if (self._is_open or own is None) and str(error) != str(self.out.get(url)):
                     logger.warning("%s does not join: %s", url, error)
                 self.out[url] = error
             while server in self.live:
@@ -283,7 +283,7 @@ class Pool:
         """Wait until ``min_servers`` answer."""
         while len(self.live) < self._settings.min_servers:
             if not self._slowest and all(self._errors[url] >= _ERRORS for url in self._keepers):
-                raise TrainingError(f"rollout.http: servers answer nothing but errors: {self._reasons()}")
+                raise TrainingError(f"{self._name}: servers answer nothing but errors: {self._reasons()}")
             self._require_patience(self._settings.min_servers)
             await asyncio.sleep(_AGAIN_S)
 
@@ -291,7 +291,7 @@ class Pool:
         """Raise ``TrainingError`` if the last server has left for ``patience_s``."""
         if time.monotonic() - self._left_at > self._settings.patience_s:
             raise TrainingError(
-                f"rollout.http: {len(self.live)} servers answer, {needed} are needed (min_servers="
+                f"{self._name}: {len(self.live)} servers answer, {needed} are needed (min_servers="
                 f"{self._settings.min_servers}), for {self._settings.patience_s:.0f} s: {self._reasons()}"
             )
 

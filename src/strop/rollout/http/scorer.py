@@ -29,7 +29,7 @@ class Scorer:
             "vocabulary": vocabulary_digest(tokenizer),
         }
         ids = 1 + max(tokenizer.get_vocab().values())
-        self._pool = Pool(settings, expected, ids, token_of(settings))
+        self._pool = Pool(settings, expected, ids, token_of(settings), name="teacher.servers")
         self._thread = PoolThread(self._pool)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
