@@ -9,13 +9,19 @@ import pytest
 
 from strop.cli import check
 from strop.cli.main import main
-from strop.cli.train import add_config_arguments, add_train_arguments, load_arguments, short_form
+from strop.cli.train import (
+    add_config_arguments,
+    add_distill_arguments,
+    add_train_arguments,
+    load_arguments,
+    short_form,
+)
 from strop.config.trees import PPO, TREES
 
 from messages import Message
 
 MODEL = "actor_rollout_ref.model.path"
-ARGUMENTS = {"train": add_train_arguments, "check": check.add_arguments}
+ARGUMENTS = {"train": add_train_arguments, "check": check.add_arguments, "distill": add_distill_arguments}
 
 
 def parsed(line: str) -> tuple[argparse.Namespace, str]:
@@ -28,7 +34,7 @@ def parsed(line: str) -> tuple[argparse.Namespace, str]:
 
 def meaning(line: str):
     arguments, command = parsed(line)
-    return short_form(TREES[command], arguments)
+    return short_form(TREES.get(command, PPO), arguments)
 
 
 def problems(line: str, capsys) -> list[str]:
@@ -53,6 +59,9 @@ BOTH = {MODEL: "m", "data.train_files": "d.csv"}
             "a.yaml",
         ),
         (f"train {MODEL}=m data.train_files=d.csv", {}, None),
+        ("distill m t d.csv", {**BOTH, "teacher.model.path": "t"}, "distill"),
+        ("distill m d.csv 'teacher.servers=[http://host:1]'", BOTH, "distill"),
+        ("distill m d.csv 'teacher.by_source={a: {}}'", BOTH, "distill"),
         (f"train {MODEL}=m --steps 5", {"trainer.total_training_steps": 5}, None),
         ("train m 'data.train_files=[a,b]' ~trainer.seed", {MODEL: "m"}, "grpo"),
         (

@@ -78,12 +78,14 @@ def short_form(
     words = [text for text in arguments.overrides if is_word(text)]
     given = {name: value for name in PPO.short if (value := getattr(arguments, name, None)) is not None}
     positions, short = {"model": "MODEL", "data": "DATA"}, tree.short
+    written = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
     if arguments.command == "distill":
         positions = {"model": "STUDENT", "teacher": "TEACHER", "data": "DATA"}
         short = {**short, "teacher": "teacher.model.path"}
+        if len(words) < len(positions) and written & {"teacher.by_source", "teacher.servers"}:
+            del positions["teacher"], short["teacher"]
     given |= dict(zip(positions, words, strict=False))
     labels = {name: f"--{name}" for name in short} | positions
-    written = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
     names = {key: labels[name] for name, key in short.items() if key not in written}
     problems = [in_options(problem, names) for problem in _wrong_options(tree, arguments)]
     problems += [f"--{name}: no option of strop {arguments.command}" for name in given if name not in labels]
