@@ -191,6 +191,22 @@ def test_forbidden_words_and_far_distributions_are_finite() -> None:
         assert torch.autograd.grad(found.sum(), hidden)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+@pytest.mark.parametrize("k", [3, V])
+def test_top_words_of_far_distributions_are_not_clamped(kind: str, k: int) -> None:
+    """Log-probs of -3,000, as at a temperature of 0.01, have their value and their gradient."""
+    p, q = torch.zeros(1, V), torch.zeros(1, V, requires_grad=True)
+    p[0, 0], words = 3000.0, OutputLayer(torch.eye(V))
+    with torch.no_grad():
+        q[0, 1] = 3000.0
+    ids, teacher = top_words(p, words, k, temperature=1.0)
+    found = divergence(teacher, chosen_log_probs(q, words, ids, temperature=1.0)[0], kind)
+    assert float(found.detach()) == pytest.approx(3000, rel=1e-6)
+    (gradient,) = torch.autograd.grad(found.sum(), q)
+    expected = [-1.0, 1.0, 0.0] if kind == "forward" else [0.0, 0.0, 0.0]
+    assert gradient[0, :3].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_layers_are_cut_to_equal_words() -> None:
     hidden, layer, teacher_hidden, teacher_layer = case()
     assert len(cut(layer, 250).weight_VH) == len(cut(layer, 250).bias_V) == 250

@@ -30,7 +30,7 @@ _FORBIDDEN = -1e4
 def divergence(teacher: Tensor, student: Tensor, kind: str, js_weight: float = 0.5) -> Tensor:
     """Return the divergence [...] of log-probs [..., K], each the log of a whole distribution."""
     # the others of a top k that is the whole vocabulary have no probability
-    teacher, student = teacher.clamp(min=VANISHES), student.clamp(min=VANISHES)
+    teacher, student = (x.masked_fill(x.isneginf(), VANISHES) for x in (teacher, student))
     if kind == "forward":
         return (teacher.exp() * (teacher - student)).sum(-1)
     if kind == "reverse":
