@@ -288,7 +288,7 @@ def test_two_ranks_train_as_one(inputs, tmp_path, keys):
                 assert distance <= limit * tensor.double().norm(), (name, key)
 
 
-def test_the_command_and_the_function_train_alike_without_a_reward(inputs, tmp_path, capsys):
+def test_the_command_and_the_function_train_alike_without_a_reward(inputs, tmp_path, capsys, caplog):
     keys = {
         "trainer.total_training_steps": 1,
         "data.max_prompt_length": 8,
@@ -301,6 +301,7 @@ def test_the_command_and_the_function_train_alike_without_a_reward(inputs, tmp_p
     with runs.undrawn():
         assert main(["distill", *names, "--lr", "1e-3", "--out", str(tmp_path / "command"), *given]) == 0
         assert "step 1/1  teacher kl" in capsys.readouterr().out  # and no reward of 0
+        assert "--data FILE\n" in caplog.text  # an evaluation has scores: reward_manager=none is not its key
         run = strop.distill(*names, lr=1e-3, out=tmp_path / "function", **keys)
     files = [folder / "final_model" / "model.safetensors" for folder in (tmp_path / "command", run.folder)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -148,3 +148,9 @@ def test_a_share_of_cut_answers_that_doubles_names_the_penalty():
     assert [watch({"response_length/clip_ratio": share}) for share in (0.26, 0.4)] == [None, None]
     line = watch({"response_length/clip_ratio": 0.52})
     assert mentions(line, "26%", "52%", "data.max_response_length=32", "reward_model.non_stop_penalty=True")
+    alone = CONFIG.reward_model.model_copy(update={"reward_manager": "none"})
+    watch = CutWatch(CONFIG.model_copy(update={"reward_model": alone}))
+    assert watch({"response_length/clip_ratio": 0.26}) is None
+    line = watch({"response_length/clip_ratio": 0.52})
+    assert mentions(line, "52%", "data.max_response_length=32")
+    assert "score" not in line  # a teacher pays for nothing

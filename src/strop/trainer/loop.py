@@ -19,6 +19,7 @@ from strop.checkpoint.hub import Publication, command_to_repeat, model_of, uploa
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
 from strop.config.keys import all_keys, value_at
+from strop.config.roles import has_reward
 from strop.config.schema import Config
 from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
@@ -353,6 +354,8 @@ class Run(ABC):
             if any(f"{one}.".startswith(f"{key}.") for one in config.meant)
         ]
         values = {key: value_at(config, key) for key in shown}
+        if isinstance(config, Config) and not has_reward(config):
+            values.pop("reward_model.reward_manager", None)  # an evaluation scores as ever
         if path := values.get("environment.path"):
             values["environment.path"] = path.get("", path)
         overrides = (shlex.quote(f"{key}={_as_override(value)}") for key, value in values.items())

@@ -101,14 +101,15 @@ class CutWatch:
         if uses_agent(self._config) and by_turn > share / 2:
             place = "max_tokens of the program's requests"
         cut = f"of the answers were cut at {place} before they ended"
-        if share >= 2 * self._first:
+        if has_reward(self._config) and share >= 2 * self._first:
             return (
                 f"{share:.0%} {cut}, and {self._first:.0%} in the first iteration: the score may pay for "
                 "length, or for answers without an end (strop view RUN shows them). "
                 "reward_model.non_stop_penalty=True with a low penalty_reward_value makes them worse"
             )
+        scored = ", and are scored as they stand" * has_reward(self._config)
         return (
-            f"{share:.0%} {cut}, and are scored as they stand. Raise it if they need more tokens; strop view "
+            f"{share:.0%} {cut}{scored}. Raise it if they need more tokens; strop view "
             "RUN shows them. (response_length/clip_ratio has the share of each iteration)"
         )
 
