@@ -98,7 +98,10 @@ def problems(inputs, *extra, teacher="teacher"):
         (["teacher.by_source={a: {modle: {path: b}}}", "teacher.model.path=''"], ["by_source.a", "modle"]),
         (["teacher.by_source={a: {model: {path: b}}}"], ["by_source", "teacher.model.path"]),
         *(
-            ([f"teacher.by_source={{a: {{{entry}}}}}", "teacher.model.path=''"], [f"by_source.a.{word}", found])
+            (
+                [f"teacher.by_source={{a: {{{entry}}}}}", "teacher.model.path=''"],
+                [f"by_source.a.{word}", found],
+            )
             for entry, word, found in (
                 ("model: {path: b, override_config: 3}", "model.override_config", "3"),
                 ("model: {path: b, fsdp_config: {param_offload: true}}", "model", "override_config, "),

@@ -83,7 +83,7 @@ def test_an_address_that_cannot_be_used_is_refused_before_a_model_loads(keys, wo
 def test_a_server_that_does_not_answer_is_named_while_the_run_waits(tmp_path, caplog):
     inputs, url = runs.make_inputs(tmp_path), "http://127.0.0.1:9"
     keys = (*ALONE, f"teacher.servers=[{url}]", "actor_rollout_ref.rollout.http.patience_s=1")
-    with pytest.raises(TrainingError, match="teacher.servers: 0 servers answer, 1 are needed"):
+    with pytest.raises(TrainingError, match=r"teacher\.servers: 0 servers answer, 1 are needed"):
         runs.train(runs.overrides(inputs, tmp_path / "run", *keys))
     (line,) = [record.getMessage() for record in caplog.records if url in record.getMessage()]
     assert line.startswith(f"{url} does not join: ")

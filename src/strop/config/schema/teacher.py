@@ -76,7 +76,9 @@ def teachers_of(section: Any) -> list[Teacher]:
             place = ".".join(map(str, (where, *entry, *first["loc"])))
             raise ConfigError(f"{place}: found {first['input']!r}; {first['msg']}") from None
         if model.path == THE_POLICY:
-            raise ConfigError(f"{where}.model.path={THE_POLICY}: the policy teaches all rows or none; name a model")
+            raise ConfigError(
+                f"{where}.model.path={THE_POLICY}: the policy teaches all rows or none; name a model"
+            )
         found.append(Teacher(source, model))
     return found
 
