@@ -107,7 +107,7 @@ class CutWatch:
                 "length, or for answers without an end (strop view RUN shows them). "
                 "reward_model.non_stop_penalty=True with a low penalty_reward_value makes them worse"
             )
-        scored = ", and are scored as they stand" * has_reward(self._config)
+        scored = ", and are scored as they stand" if has_reward(self._config) else ""
         return (
             f"{share:.0%} {cut}{scored}. Raise it if they need more tokens; strop view "
             "RUN shows them. (response_length/clip_ratio has the share of each iteration)"
