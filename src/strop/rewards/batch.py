@@ -152,14 +152,15 @@ class PendingSamples(PendingReward):
         self,
         job: ScoringJob,
         is_scored: Sequence[bool],
-        sample: Callable[[int, list[int]], Sample],
+        sample: Callable[[PendingSamples, int, list[int]], Sample],
         compose: Callable[..., RewardOutput],
         *,
         waits: bool = False,
     ) -> None:
         """Expect a row for each of ``is_scored``, True where a function scores it.
 
-        ``sample`` makes the scorer's input from a row and its tokens; ``compose`` makes the rewards of batch,
+        ``sample`` makes the scorer's input from this object (to hold it would keep the batch alive until
+        Python looks for cycles), a row and its tokens; ``compose`` makes the rewards of batch,
         samples, outcomes and the reward model's scores. With ``waits``, samples are scored once the batch is
         complete.
         """
@@ -175,7 +176,7 @@ class PendingSamples(PendingReward):
             if self._token_ids[row] is not None:
                 return
             self._token_ids[row] = token_ids
-            make = functools.partial(self._sample, row, token_ids)
+            make = functools.partial(self._sample, self, row, token_ids)
             if self._is_scored[row]:
                 self._job.add(row, make)
             else:

@@ -334,7 +334,7 @@ class RewardManager(Reward):
 
         values = self._values(prompts)
 
-        def sample(row: int, token_ids: list[int]) -> Sample:
+        def sample(pending: PendingSamples, row: int, token_ids: list[int]) -> Sample:
             truncated = pending.truncated(row) if self.scorer.waits else None
             played = pending.played(row, self.tokenizer)
             return self._sample(
@@ -343,8 +343,7 @@ class RewardManager(Reward):
 
         compose = functools.partial(self._compose, required)
         is_scored = [bool(parts) for parts in required]
-        pending = PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
-        return pending
+        return PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
 
     def _values(self, prompts: DataProto) -> SampleValues:
         scorer = self.scorer
