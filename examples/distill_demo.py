@@ -46,6 +46,7 @@ def train(run: Path, overrides: Sequence[str]) -> list[float]:
     config = load_config(
         [
             *("trainer.val_before_train=True", "algorithm.adv_estimator=grpo"),
+            "actor_rollout_ref.actor.ppo_mini_batch_size=32",  # more updates: these runs are short
             f"trainer.default_local_dir={run}",
             *overrides,
         ],
