@@ -22,7 +22,7 @@ from messages import naming
     ],
 )
 def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
-    monkeypatch.setattr(template_check, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(template_check, "_LIMIT_S", 1)
     started = time.monotonic()
     with pytest.raises(DataError, match=naming("data.chat_template", "1 s")):
         template_check.require_end(
