@@ -318,6 +318,17 @@ def test_a_missing_column_is_named_with_the_nearest_one(sources, tokenizer):
             {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
             "set data.chosen_key and data.rejected_key to one of them",
         ),
+        (("instruction", "input", "output"), {"prompt": "prompt"}, "the instruction asks about the input"),
+        (
+            ("chosen", "rejected"),
+            {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+            "and what follows them in chosen and rejected",
+        ),
+        (
+            ("messages",),
+            {"prompt": "messages", "response": "response"},
+            "its text in a column response (strop docs supervised)",
+        ),
     ],
 )
 def test_keys_are_suggested_for_the_columns_that_there_are(columns, keys, advice):
@@ -334,6 +345,7 @@ def test_keys_are_suggested_for_the_columns_that_there_are(columns, keys, advice
         ('"question"\t"answer"\n2,3\t5\n', [{"question": "2,3", "answer": 5}]),
         ("question;it,answer\n2;3,5\n", [{"question;it": "2;3", "answer": 5}]),
         ("question\n2;3\n", [{"question": "2;3"}]),
+        ("question;answer\r2;3\r4;5", [{"question": 2, "answer": 3}, {"question": 4, "answer": 5}]),
     ],
 )
 def test_csv_files_may_have_the_semicolons_or_tabs_of_spreadsheets(tmp_path, content, rows):
@@ -342,6 +354,41 @@ def test_csv_files_may_have_the_semicolons_or_tabs_of_spreadsheets(tmp_path, con
         handle.write(content.encode())
     assert read_table(tmp_path / "t.csv").to_pylist() == rows
     assert read_table(tmp_path / "t.csv.gz").to_pylist() == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (b"PK\x03\x04\x14\x00\x08\xff", "save it as CSV"),
+        (gzip.compress(b"prompt\n1\n2\n"), "must end in .gz"),
+    ],
+)
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_a_file_of_another_kind_than_its_name_is_named_as_what_it_is(tmp_path, name, content, advice):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=naming(name, advice)):
+        read_table(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (json.dumps({"data": [{"prompt": "1"}]}), "with data"),
+        (json.dumps({"version": "1", "data": [{"prompt": "1"}]}, indent=1), "over several lines"),
+        (json.dumps({"prompt": ["1", "2"], "answer": ["3", "4"]}), "with prompt, answer"),
+        (json.dumps({"prompt": {"0": "1"}, "answer": {"0": "3"}}), "to_json"),  # as pandas writes it
+    ],
+)
+def test_one_object_with_all_rows_is_not_one_row(tmp_path, text, part):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(DataError, match=naming("t.json", part, "a list of objects")):
+        read_table(tmp_path / "t.json")
+
+
+def test_a_json_file_may_have_one_row(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "1"}]}
+    (tmp_path / "t.json").write_text(json.dumps(row))
+    assert read_table(tmp_path / "t.json").to_pylist() == [row]
 
 
 def test_columns_of_a_tsv_file_are_separated_by_tabs(tmp_path, tokenizer):

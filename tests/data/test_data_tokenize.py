@@ -63,6 +63,7 @@ def test_raw_ids_are_the_text_alone(tokenizer):
         (["hello"], ("str 'hello'", "message 0")),
         ([{"role": "user"}], ("{'role': 'user'}", "message 0")),
         ([*chat("x"), {"role": None, "content": "x"}], ("'role': None", "message 1")),
+        ([{"from": "human", "value": "1"}], ("'value': '1'", "message 0", "'human' is 'user'")),
         ([{"role": "user", "content": ["image"]}], ("found one 'image'", "message 0", "images")),
     ],
 )

@@ -403,6 +403,14 @@ _USUAL_NAMES = {
     "rejected": "rejected dispreferred loser worse",
 }
 """What a column for a key ``data.*_key`` is usually called, the likeliest first."""
+_NO_PROMPTS = {
+    ("instruction", "input"): "write both in a column prompt: the instruction asks about the input",
+    ("chosen", "rejected"): (
+        "write the messages that chosen and rejected have in common in a column prompt, and what follows "
+        "them in chosen and rejected"
+    ),
+}
+"""Columns that hold a prompt together with others, and the remedy."""
 _OTHER_SEPARATOR = re.compile(r"[|:;,\t]")
 _PLAIN_NAME = re.compile(r"[\w.]+")
 
@@ -430,6 +438,14 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
         advice = " and ".join(f"data.{what}_key" for what in lacking) + " to one of them"
     names = " and ".join(f"{keys[what]!r} (data.{what}_key)" for what in lacking)
     remedy = f"set {advice}"
+    for parts, whole in _NO_PROMPTS.items():
+        if "prompt" in lacking and set(parts) <= set(found):
+            remedy = whole
+    if "response" in lacking and "response" not in guesses and {"messages", "conversations"} & set(found):
+        remedy = (
+            "write a row for each answer: the messages before it in a column prompt, its text in a column "
+            "response (strop docs supervised)"
+        )
     if any(column != column.strip() for column in found):
         remedy = "remove the spaces around the names, and around the values below them, in the file"
     mark = _OTHER_SEPARATOR.search(found[0]) if len(found) == 1 else None

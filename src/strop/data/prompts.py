@@ -120,6 +120,11 @@ def prompt_problem(value: Any) -> str | None:
         if isinstance(role, str) and isinstance(content, list):
             if problem := parts_problem(content):
                 return f"{EXPECTED}; in message {number} {problem}"
+        elif {"from", "value"} <= fields.keys():
+            return (
+                f"{EXPECTED}, found {_describe(message)} as message {number}, a form of ShareGPT: write "
+                "{'role': 'user', 'content': ...}; 'human' is 'user', 'gpt' is 'assistant'"
+            )
         elif not isinstance(role, str) or not (isinstance(content, str) or _only_calls(fields)):
             return f"{EXPECTED}, found {_describe(message)} as message {number}"
     return None

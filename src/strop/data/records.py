@@ -130,10 +130,13 @@ def json_records(name: str, path: Path) -> Iterator[Located]:
         if ".jsonl" not in path.name and beginning.lstrip().startswith(b"["):
             yield from _json_list(name, lines.read())
             return
+        n_records, record = 0, {}
         for number, data in enumerate(lines, 1):
             line = data.decode("utf-8").lstrip("\ufeff").strip()
             if not line:
                 continue
+            if line == "{":
+                raise DataError(f"{name}, line {number}: found an object over several lines, {_NO_ROWS}")
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # numbers of 4,300 digits, too
@@ -141,7 +144,22 @@ def json_records(name: str, path: Path) -> Iterator[Located]:
                 raise DataError(f"{name}, line {number}: not JSON: {error} (expected {form})") from error
             if not isinstance(record, dict):
                 raise DataError(f"{name}, line {number}: expected an object, found {line:.60}")
+            n_records += 1
             yield f"line {number}", record
+        if n_records == 1 and ".jsonl" not in path.name and not any(map(_is_of_a_row, record.values())):
+            raise DataError(f"{name}: found one object with {', '.join(record):.80}, {_NO_ROWS}")
+
+
+def _is_of_a_row(value: Any) -> bool:
+    """Return False for what holds rows: the list below a key such as "data", or a whole column."""
+    is_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+    return is_chat or not isinstance(value, dict | list)
+
+
+_NO_ROWS = (
+    "expected a list of objects, or one object a line. Write the list below a key alone; pandas writes rows "
+    "with to_json(FILE, orient='records')"
+)
 
 
 def _json_list(name: str, data: bytes) -> Iterator[Located]:

@@ -248,10 +248,22 @@ def _reading_text(name: str, path: Path) -> Generator[None]:
         raise
 
 
+_NO_TEXTS = {
+    b"PK\x03\x04": "a zip archive or a spreadsheet of Excel (save it as CSV)",
+    b"\xd0\xcf\x11\xe0": "a spreadsheet of Excel (save it as CSV)",
+    b"\x1f\x8b": "a file of gzip (its name must end in .gz)",
+    b"PAR1": "a parquet file (its name must end in .parquet)",
+}
+"""First bytes of files that have the name of a text by mistake."""
+
+
 def _other_encoding(path: Path) -> str:
     """Return where a file of texts is not UTF-8, and how to convert it; "" if it is."""
     convert = "save it as UTF-8, or convert it: iconv -f {} -t UTF-8 OLD > NEW"
     with open_data(path) as lines:
+        for mark, kind in _NO_TEXTS.items():
+            if lines.peek(len(mark)).startswith(mark):
+                return f": found {kind}, expected text, as its name says"
         for number, line in enumerate(lines, 1):
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 return f": the text is UTF-16, expected UTF-8; {convert.format('UTF-16')}"
@@ -389,8 +401,9 @@ def _require_closed_quotes(name: str, path: Path, delimiter: str) -> None:
 
 def _delimiter(name: str, path: Path) -> str:
     """Return what separates the names in the header: a comma, else the semicolon or tab of spreadsheets."""
-    with open_data(path) as lines:
-        header = lines.readline(_LONGEST_HEADER).decode(errors="replace")
+    with open_data(path) as file:  # lines of some spreadsheets end with \r alone
+        beginning = file.read(_LONGEST_HEADER)
+        header = re.split(rb"[\r\n]", beginning, maxsplit=1)[0].decode(errors="replace")
     if len(header) >= _LONGEST_HEADER:
         raise DataError(
             f"{name}: its first line, expected the names of the columns, has over {_LONGEST_HEADER:,} "
