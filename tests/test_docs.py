@@ -117,6 +117,11 @@ def test_a_page_is_printed_as_it_is_into_a_pipe(capsys):
     assert listed == sorted(page.stem for page in DOCS.glob("*.md"))
     assert main(["docs", "dta"]) == 2
     assert "did you mean data?" in capsys.readouterr().err
+    assert main(["docs", "LoRA"]) == 0
+    assert main(["docs", "data.answer_key"]) == 2  # a key
+    assert re.search("pages with this word: .*config_data", capsys.readouterr().err)
+    assert main(["docs", "nosuchword"]) == 2
+    assert "strop docs lists the pages" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_the_commands_without_a_traceback():

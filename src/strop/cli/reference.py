@@ -26,12 +26,15 @@ def add_docs_arguments(parser: argparse.ArgumentParser) -> None:
 def run_docs(arguments: argparse.Namespace) -> int:
     """Show a page in the terminal's pager, or write its Markdown to a pipe."""
     pages = {file.stem: file.read_text() for file in sorted(_FOLDER.glob("*.md"))}
-    page, console = arguments.page, Console(soft_wrap=True)  # rich ends quietly where a pipe is closed
-    if page is None:
+    page = (arguments.page or "").lower()
+    console = Console(soft_wrap=True)  # rich ends quietly where a pipe is closed
+    if not page:
         for name, text in pages.items():
             console.print(literal(f"strop docs {name:18} {text.partition('# ')[2].partition(chr(10))[0]}"))
     elif page not in pages:
-        raise ConfigError(f"unknown page {page!r}{did_you_mean(page, pages)}")
+        found = [name for name, text in pages.items() if page in text.lower()]
+        named = f"pages with this word: {', '.join(found)}" if found else "strop docs lists the pages"
+        raise ConfigError(f"unknown page {page!r}{did_you_mean(page, pages) or f'; {named}'}")
     elif not console.is_terminal:
         console.print(literal(pages[page]), end="")
     else:
