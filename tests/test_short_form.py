@@ -116,7 +116,7 @@ def test_a_file_lies_below_the_options(tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("train me/m", [Message("DATA: not set")]),
+        ("train me/m", [Message("DATA: not set", "for example data/train.parquet")]),
         ("train m a b", [Message("m a b", "strop train m data.train_files=[a,b]")]),
         ("train --model x --data y", [Message("write strop train x y")]),
         ("sft --model=x", [Message("write strop sft x DATA")]),
@@ -125,6 +125,9 @@ def test_a_file_lies_below_the_options(tmp_path):
         ("train m d --batch-size 8", [Message("--batch_size", "data.train_batch_size")]),
         ("train m d --stesp 8", [Message("--stesp", "did you mean --steps?")]),
         ("train m d --num-generations=8", [Message("--num_generations", "did you mean --n?")]),
+        ("train m d trainer.seed = 8", [Message("space", "key=value")]),
+        ("train m d trainer.seed= 8", [Message("space", "key=value")]),
+        ("train m d beta=0 seed=8", [Message("kl_loss_coef"), Message("mean trainer.seed?")]),
         ("train m d --trainer.save-freq 8", [Message("write trainer.save_freq=")]),
         ("check m d update.loss=simpo", [Message("update", "unknown key"), Message("--command dpo")]),
         ("check --command sft m d --n 3", [Message("--n", "strop sft")]),

@@ -19,7 +19,8 @@ def in_options(text: str, names: Mapping[str, str]) -> str:
     if not names:
         return text
     keys = "|".join(re.escape(key) for key in sorted(names, reverse=True))  # the longer one first
-    return re.sub(rf"(?<![\w.])({keys})((?<==)|(?![\w]|\.\w))", lambda key: names[key[1]], text)
+    text = re.sub(rf"(?<![\w.])({keys})((?<==)|(?![\w]|\.\w))", lambda key: names[key[1]], text)
+    return re.sub(r"for example [A-Z]+=", "for example ", text)  # MODEL and DATA are written as they are
 
 
 def naming_function(reward: str) -> dict[str, str]:

@@ -94,6 +94,8 @@ def short_form(
         for name, key in short.items()
         if name in given and key in written
     ]
+    if len(words) > len(positions) and any("=" in (text[:1], text[-1:]) for text in arguments.overrides):
+        problems.append("found a space beside a =; write key=value")
     if len(words) > len(positions) and not problems:
         first, files = words[: len(positions) - 1], words[len(positions) - 1 :]
         problems.append(

@@ -128,19 +128,44 @@ _SHORT_NAMES = {
 """Arguments of the commands' short forms -> the end of the key that each sets."""
 _OTHER_NAMES = {
     **_SHORT_NAMES,
+    "advantage_estimator": "algorithm.adv_estimator",
     "batch_size": "data.train_batch_size",
+    "beta": "actor.kl_loss_coef",
+    "bf16": "model.compute_dtype",
     "epochs": "trainer.total_epochs",
+    "epsilon": "actor.clip_ratio",
+    "eval_dataset": "data.val_files",
     "eval_steps": "trainer.test_freq",
+    "generate_max_len": "data.max_response_length",
+    "init_kl_coef": "kl_ctrl.kl_coef",
+    "input_key": "data.prompt_key",
+    "label_key": "data.answer_key",
     "learning_rate": "optim.lr",
+    "loss_type": "actor.loss_agg_mode",
     "max_completion_length": "data.max_response_length",
     "max_new_tokens": "data.max_response_length",
     "max_steps": "trainer.total_training_steps",
+    "model_name_or_path": "model.path",
+    "n_samples_per_prompt": "rollout.n",
+    "num_episodes": "trainer.total_epochs",
     "num_generations": "rollout.n",
+    "num_iterations": "actor.ppo_epochs",
     "num_train_epochs": "trainer.total_epochs",
     "output_dir": "trainer.default_local_dir",
+    "per_device_train_batch_size": "data.train_batch_size",
+    "pretrain": "model.path",
+    "prompt_data": "data.train_files",
+    "report_to": "trainer.logger",
+    "reward_funcs": "custom_reward_function.path",
+    "rollout_batch_size": "data.train_batch_size",
+    "save_path": "trainer.default_local_dir",
     "save_steps": "trainer.save_freq",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "seed": "trainer.seed",
+    "train_dataset": "data.train_files",
+    "use_vllm": "rollout.name",
 }
-"""Short names, and those of transformers and TRL -> the end of the key here."""
+"""Short names, and those of transformers, TRL and OpenRLHF -> the end of the key here."""
 
 
 def short_names(schema: type[RootConfig]) -> dict[str, str]:
