@@ -396,6 +396,9 @@ def test_a_model_folder_has_a_configuration_or_a_gguf_file(report, tmp_path):
     assert mentions(line, "config.json")
     (tmp_path / "empty" / "weights.gguf").touch()
     assert report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors == []
+    (tmp_path / "model" / "model.safetensors").touch()
+    (line,) = report(f"actor_rollout_ref.model.path={tmp_path}/model/model.safetensors").errors
+    assert mentions(line, "a file", f"did you mean {tmp_path}/model?")
 
 
 def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
@@ -435,6 +438,12 @@ def test_a_run_folder_that_cannot_be_made_is_an_error(report, tmp_path, path, ob
     assert mentions(line, override, obstacle.format(tmp_path))
     with pytest.raises(ConfigError, match=naming(override, obstacle.format(tmp_path))):
         check(load_tree(SFT, [override])).raise_errors()
+
+
+def test_a_run_is_not_written_into_the_folder_of_its_model(report, tmp_path):
+    (line,) = report(f"trainer.default_local_dir={tmp_path}/x/../model").errors
+    assert mentions(line, "trainer.default_local_dir", "actor_rollout_ref.model.path", "another one")
+    assert report(f"trainer.default_local_dir={tmp_path}/model/run").errors == []
 
 
 @pytest.mark.parametrize("below", ["", "/a/b"])

@@ -227,7 +227,7 @@ def latest_step(folder: Path) -> int | None:
     """Return the iteration of the latest checkpoint; None when there is none."""
     try:
         return int((folder / LATEST).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise CheckpointError(

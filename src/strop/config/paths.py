@@ -77,6 +77,9 @@ def reason_no_model(key: str, path: str | Path) -> str | None:
     folder, expected = Path(expand(path)), "expected config.json or exactly one .gguf file"
     if not folder.exists():
         return f"{key}={path}: no such folder here{similar_path(path) or '; a name on the hub is OWNER/NAME'}"
+    if folder.is_file() and folder.suffix != ".gguf":
+        meant = f"; did you mean {folder.parent}?" if (folder.parent / "config.json").is_file() else ""
+        return f"{key}={path}: a file; expected the folder of a model, or a .gguf file{meant}"
     if is_adapter(folder):
         return instead_of_adapter(key, path)
     if (folder / "config.json").is_file() or len(found := gguf_files(folder)) == 1:

@@ -28,7 +28,7 @@ from strop.config.paths import (
     similar_path,
     with_split,
 )
-from strop.config.roles import model_paths, uses_critic
+from strop.config.roles import model_paths, supervised_model_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import SupervisedConfig
@@ -187,6 +187,13 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
         )
         return
     parent = os.path.abspath(expand(path))
+    models = supervised_model_paths(config) if isinstance(config, SupervisedConfig) else {}
+    for key, model in (model_paths(config) if isinstance(config, Config) else models).items():
+        if os.path.abspath(expand(model)) == parent:
+            yield error(
+                f"trainer.default_local_dir={path}: the folder of {key}; name another one, for commands that "
+                "take a run's folder would take the trained model in place of that model"
+            )
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     try:
