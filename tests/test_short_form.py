@@ -64,6 +64,7 @@ BOTH = {MODEL: "m", "data.train_files": "d.csv"}
         ("distill m d.csv 'teacher.by_source={a: {}}'", BOTH, "distill"),
         (f"train {MODEL}=m --steps 5", {"trainer.total_training_steps": 5}, None),
         ("train m 'data.train_files=[a,b]' ~trainer.seed", {MODEL: "m"}, "grpo"),
+        ("train m '[a.csv, b.csv]'", {**BOTH, "data.train_files": ["a.csv", "b.csv"]}, "grpo"),
         (
             "train m d.csv --reward r.py",
             {**BOTH, "custom_reward_function.path": "r.py"},

@@ -104,6 +104,7 @@ def test_names_and_parameters_are_those_that_are_registered():
         ),
         ("data.train_files=[]", ("data.train_files",)),
         ("data.train_files=[/no/a.parquet,hdfs://host/b.parquet]", ("data.train_files", "/no/a.parquet")),
+        ("data.train_files=['/no/*.csv']", ("data.train_files", "[a.csv,b.csv]")),
         ("actor_rollout_ref.model.path=/no/model", ("actor_rollout_ref.model.path=/no/model",)),
         ("actor_rollout_ref.model.path=gpt2", ("actor_rollout_ref.model.path=gpt2", "OWNER/NAME")),
         ("critic.model.path=./no", ("critic.model.path=./no",)),

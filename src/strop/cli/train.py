@@ -85,6 +85,8 @@ def short_form(
         if len(words) < len(positions) and written & {"teacher.by_source", "teacher.servers"}:
             del positions["teacher"], short["teacher"]
     given |= dict(zip(positions, words, strict=False))
+    if str(files := given.get("data", "")).startswith("[") and files.endswith("]"):
+        given["data"] = [name.strip(" '\"") for name in files[1:-1].split(",")]
     labels = {name: f"--{name}" for name in short} | positions
     names = {key: labels[name] for name, key in short.items() if key not in written}
     problems = [in_options(problem, names) for problem in _wrong_options(tree, arguments)]

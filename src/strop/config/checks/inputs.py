@@ -46,7 +46,8 @@ def data_files(config: RootConfig) -> Iterator[Finding]:
                 continue
             if hub_split(file) is None:
                 on_hub = f"; on the hub: {file}:train" if hub_split(f"{file}:train") else ""
-                hint = similar_path(file) or f" (strop prepare makes one from a data set){on_hub}"
+                several = "; several files are a list, [a.csv,b.csv]" if set("*?,") & set(file) else ""
+                hint = several or similar_path(file) or f" (strop prepare makes one from a data set){on_hub}"
                 yield error(f"data.{key}: no file {file}{hint}")
             elif missing_module("datasets"):
                 yield error(
