@@ -345,9 +345,11 @@ def test_data_without_any_ground_truth_is_a_warning_if_a_function_takes_it(
         assert word in warning
     assert len(warnings_of(lambda completions, ground_truths: [1.0], rows)) == 1
     assert warnings_of(lambda response, answer: 1.0, rows) == []
-    assert warnings_of(lambda response, ground_truth: 1.0, [*rows, {"ground_truth": "3"}]) == []
+    assert warnings_of(lambda response, ground_truth: 1.0, [{"ground_truth": "3"}]) == []
     record = {"reward_model": {"style": "rule", "ground_truth": "3"}}
-    assert warnings_of(lambda response, ground_truth: 1.0, [*rows, record]) == []
+    assert warnings_of(lambda response, ground_truth: 1.0, [record]) == []
+    (warning,) = warnings_of(lambda response, ground_truth: 1.0, [*rows, record])
+    assert "2 of the first 3 rows have no ground_truth" in warning
     assert (
         len(warnings_of(lambda response, ground_truth: 1.0, [{"reward_model": {"ground_truth": None}}])) == 1
     )
@@ -397,3 +399,22 @@ def test_an_error_of_types_names_the_columns_that_are_numbers(function: Any):
     assert caught.value.__notes__ == [
         "answer=5 is of type int, as in the data; data.answer_key=answer makes the column text"
     ]
+
+
+def test_rows_without_an_answer_are_counted(make: Make, caplog: pytest.LogCaptureFixture):
+    def warnings_of(function: Any, *answers: Any) -> list[str]:
+        caplog.clear()
+        make(function).warn_without_ground_truths({"answer": answer, "note": None} for answer in answers)
+        return [record.getMessage() for record in caplog.records]
+
+    (warning,) = warnings_of(lambda response, answer: 1.0, "3", None, "", float("nan"), 0)
+    assert "3 of the first 5 rows have no answer" in warning
+    assert warnings_of(lambda response, answer: 1.0, "3", 0, False) == []
+    assert warnings_of(lambda response, answer, note: 1.0, "3") == []  # of several kinds of rows
+    assert warnings_of(lambda response, answer=None: 1.0, "3", None) == []
+    assert warnings_of(lambda response: 1.0, None) == []
+    caplog.clear()
+    rows = [{"ground_truth": "3"}, {"reward_model": {"ground_truth": ""}}]
+    make(lambda response, ground_truth, extra_info: 1.0).warn_without_ground_truths(rows)
+    (record,) = caplog.records
+    assert "1 of the first 2 rows have no ground_truth" in record.getMessage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -125,6 +126,12 @@ def misspelt(response, anwser):
 def of_numbers(response, level, number):
     return float(response == number)
 
+def first_of(response, answers):
+    return float(response == answers)
+
+def price(response, euros):
+    return float(response == euros)
+
 def second(response, level, answer):
     return float(response == answer)
 
@@ -171,6 +178,8 @@ def test_the_first_row_is_scored_as_a_model_may_answer_it(inputs, tmp_path, name
     [
         ("of_numbers", "number", ["number=0 is of type int", "data.answer_key=number"]),
         ("text_and_number", "answer", ["'answer' is text", "as a number", "float("]),
+        ("first_of", "answers", ["an empty text 0"]),
+        ("price", "euros", ["an empty text 0"]),
     ],
 )
 def test_a_truth_of_another_type_than_the_function_compares_is_named(inputs, tmp_path, name, column, reason):
@@ -211,6 +220,7 @@ def custom(inputs, tmp_path, name, answered):
         target = row["reward_model"] if answered else row.pop("reward_model")
         row["answer"] = target["ground_truth"]
         row["number"], row["level"] = int(row["answer"]), "hard"
+        row["answers"], row["euros"] = [row["answer"]], Decimal(row["answer"] + ".50")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "reward.py").write_text(CUSTOM)
     options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]

@@ -444,7 +444,8 @@ def named_values(
     }
 
 
-GROUND_TRUTHS = {"ground_truth", "ground_truths"}
+_GROUND_TRUTH = "ground_truth"
+GROUND_TRUTHS = {_GROUND_TRUTH, "ground_truths"}
 """Parameters that are the ground truth."""
 
 
@@ -531,19 +532,39 @@ class SampleValues:
 
 
 def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Warn if one of the functions names the ground truth, and no row has one."""
+    """Warn if the functions name the ground truth, and no row has one; or of rows without an answer.
+
+    These have no value in any of the columns that the functions require.
+    """
+    functions = list(functions)
     taking = [function for function in functions if function.names & GROUND_TRUTHS]
-    if not taking:
-        return
+    named = {BATCH_NAMES.get(name, name) for function in functions for name in function.required}
+    named -= SAMPLE_NAMES.keys() - {_GROUND_TRUTH}
     columns: set[str] = set()
+    n_rows, n_truths, n_empty = 0, 0, 0
     for row in rows:
+        n_rows += 1
         columns |= row.keys()
-        if ground_truth_of(row.get("reward_model"), row.get("ground_truth")) is not None:
-            return
-    found = ", ".join(sorted(columns - {"input_ids", "index"}))
-    logger.warning(
-        "warning: %s gets ground_truth=None for every row: the data has neither "
-        "reward_model.ground_truth nor a column ground_truth. Name the column with the answers "
-        "(data.answer_key), or take it as a parameter of the function; the columns are %s",
-        taking[0].where, found,
-    )  # fmt: skip
+        truth = ground_truth_of(row.get("reward_model"), row.get(_GROUND_TRUTH))
+        n_truths += truth is not None
+        n_empty += all(
+            map(_is_missing, (truth if name == _GROUND_TRUTH else row.get(name) for name in named))
+        )
+    if taking and not n_truths:
+        found = ", ".join(sorted(columns - {"input_ids", "index"}))
+        logger.warning(
+            "warning: %s gets ground_truth=None for every row: the data has neither "
+            "reward_model.ground_truth nor a column ground_truth. Name the column with the answers "
+            "(data.answer_key), or take it as a parameter of the function; the columns are %s",
+            taking[0].where, found,
+        )  # fmt: skip
+    elif named and n_empty:
+        logger.warning(
+            "warning: %d of the first %d rows have no %s, which %s takes, so that no response may be right: "
+            "fill them, or remove these rows",
+            n_empty, n_rows, " or ".join(sorted(named)), functions[0].where,
+        )  # fmt: skip
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | float) and (value == "" or value != value))  # NaN

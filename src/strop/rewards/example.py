@@ -6,6 +6,8 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 from strop.config.schema.reward import RewardModelConfig
@@ -149,16 +151,23 @@ def _answers(
     known = {*SAMPLE_NAMES, *BATCH_NAMES, "index", "uid", prompt_key, reward_fn_key}
     columns = {name: column[0] for name, column in prompts.non_tensor_batch.items() if name not in known}
     named = {
-        f"its column {name!r}": str(columns[name])
+        f"its column {name!r}": text
         for function in functions
         for name in function.ordered
-        if isinstance(columns.get(name), str | int | float)
+        if (text := _as_answer(columns.get(name)))
     }
     if named:
         return list(named.items()), True
     if truth is None:
-        return [("an empty text (no ground truth, and no column that the function names)", "")], False
+        return [("an empty text (no ground truth, and no column with one)", "")], False
     return [("its ground truth", str(truth))], False
+
+
+def _as_answer(value: Any) -> str:
+    """Return the text of a value that may be an answer, such as a number or a list of one; else ""."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    return str(value) if isinstance(value, str | int | float | Decimal | date) else ""
 
 
 def score_first_row(
