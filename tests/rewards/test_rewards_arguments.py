@@ -199,6 +199,9 @@ def test_a_missing_argument_is_named_with_the_columns():
     ) as raised:
         function.require(["loesung"])
     assert "did you mean" not in str(raised.value)
+    function = Function(lambda completion, answer: 1.0, "compute_score")
+    with pytest.raises(ConfigError, match=naming("'completion'", "response is 'response'")):
+        function.require(["answer"])
     function = Function(lambda completions, answers: 1.0, "compute_score")
     with pytest.raises(ConfigError, match=naming("'answers'", "strop docs rewards")):
         function.require(["answer"])

@@ -259,6 +259,8 @@ class Function:
                 f" ({close!r} is the model's response; the right answer is 'ground_truth', from the column "
                 "that data.answer_key names, or a column by its own name)"
             )
+        if missing[0] in ("completion", "generation", "output", "prediction"):
+            hint = " (the model's response is 'response')"
         if "environments" in missing:  # of TRL
             hint = (
                 ": environments are in other processes. Give their class a method get_reward(self), which "

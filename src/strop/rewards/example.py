@@ -159,7 +159,9 @@ def _answers(
     if named:
         return list(named.items()), True
     if truth is None:
-        return [("an empty text (no ground truth, and no column with one)", "")], False
+        return [
+            ("an empty text (no ground truth, and no answer in a column that the function names)", "")
+        ], False
     return [("its ground truth", str(truth))], False
 
 
