@@ -435,6 +435,8 @@ def test_few_rows_are_one_batch_unless_somebody_sets_its_size(monkeypatch, tmp_p
         ((object(), ROWS, len), {}, ("model:", "object", "path")),
         (("m", ROWS, 3), {}, ("reward:", "found 3")),
         (("m", {"a": ["x"]}, len), {}, ("data.a", "unknown")),
+        (("m", {"prompt": ["1+2="], "answer": ["3"]}, len), {}, ("data:", "a list with a dict")),
+        (("m", ["1+2=", "2+3=", "3+4=", "4+5="], len), {}, ("4 texts", "{'prompt': '4+5='}")),
         (("m", (row for row in ROWS), len), {}, ("rows:train", "generator")),
         (("m", ROWS, len), {"trainer": {"total_stepz": 3}}, ("trainer.total_stepz", "unknown")),
         (("m", ROWS, len), {"learning_rate": 1e-5}, ("learning_rate", "did you mean lr")),

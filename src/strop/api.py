@@ -293,6 +293,13 @@ class _Given:
         self.overrides.append({"trainer.default_local_dir": folder})
 
     def data(self, data: Any, main: str = "train_files") -> None:
+        from strop.errors import ConfigError
+
+        if _is_section(data) and {"prompt", "question"} & set(data):  # one row, or a list for each column
+            raise ConfigError(
+                f"data: found a dict with {', '.join(map(str, data)):.80}, expected rows: a list with a dict "
+                "for each, as [{'prompt': '2+3=', 'answer': '5'}], or pandas.DataFrame(columns)"
+            )
         self.values |= self._with_sources({"data": data if _is_section(data) else {main: data}})
 
     def _source(self, value: Any, key: str) -> Any:

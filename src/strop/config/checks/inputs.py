@@ -34,16 +34,26 @@ from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.passed import is_function
 
+_MOST_MISSING = 3  # a list of more may be prompts in the place of rows
+
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
     """Require the files, and the package that reads data sets on the hub."""
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         if key == "train_files" and config.trainer.val_only:
             continue
+        missing = 0
         for file in files:
             base = (with_split(file) or (file,))[0]  # a folder with a data set of several splits
             if is_url(file) or is_rows(file) or any(Path(expand(name)).exists() for name in (file, base)):
                 continue
+            missing += 1
+            if missing > _MOST_MISSING:
+                yield error(
+                    f"data.{key}: expected names of files, found {len(files)} texts; a row of a prompt is a "
+                    f"dict, as {{'prompt': {file[:30]!r}}}"
+                )
+                break
             if hub_split(file) is None:
                 on_hub = f"; on the hub: {file}:train" if hub_split(f"{file}:train") else ""
                 several = "; several files are a list, [a.csv,b.csv]" if set("*?,") & set(file) else ""
