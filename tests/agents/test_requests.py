@@ -17,6 +17,12 @@ def test_a_stop_that_is_no_text_is_refused(stop):
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("calls", [5, True, {"id": "a"}, "f()"])
+def test_calls_that_are_no_list_are_refused(calls):
+    with pytest.raises(Refusal, match=r"messages\[0\]: tool_calls is .*, expected a list"):
+        read_request({"messages": [{"role": "assistant", "tool_calls": calls}, *HI]})
+
+
 def test_a_limit_that_is_null_leaves_the_other_one():
     assert read_request({"messages": HI, "max_completion_tokens": None, "max_tokens": 5}).max_tokens == 5
     assert read_request({"messages": HI, "max_completion_tokens": 3, "max_tokens": 5}).max_tokens == 3

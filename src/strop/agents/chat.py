@@ -180,6 +180,8 @@ def _message(number: int, given: Any, pictures: list[Picture]) -> dict[str, Any]
     kept = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
     message |= {key: given[key] for key in kept if isinstance(given.get(key), str) and given[key]}
     if calls := given.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refusal(400, f"messages[{number}]: tool_calls is {calls!r:.80}, expected a list of calls")
         message["tool_calls"] = [_call(number, call) for call in calls]
     return message
 
