@@ -100,6 +100,12 @@ def test_a_call_in_thinking_is_none_unless_it_ends_the_thinking(parser, prompt_e
     assert (turn.content, turn.malformed) == (content, "")
 
 
+def test_an_argument_without_a_name_is_not_dropped():
+    turn = find_parser(PYTHONIC, None, {}, [], pytest.fail)('[look_up("tree", a=1)]', "", TOOLS)
+    assert not turn.calls
+    assert "arguments are given by name" in turn.malformed
+
+
 def test_a_parser_of_the_user_gives_calls_and_malformed_ones():
     def own(text):
         if text == "?":

@@ -281,11 +281,13 @@ def _pythonic(text: str) -> list[tuple[str, dict[str, Any]]]:
         return []
     try:
         tree = ast.parse(stripped, mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else []
+        elements = tree.elts if isinstance(tree, ast.List) else []
+        calls = [call for call in elements if isinstance(call, ast.Call)]
+        if any(call.args for call in calls):
+            raise ValueError("arguments are given by name, as in [name(word='x')]")
         return [
             (ast.unparse(call.func), {str(key.arg): ast.literal_eval(key.value) for key in call.keywords})
             for call in calls
-            if isinstance(call, ast.Call)
         ]
     # a dict as a key, thousands of brackets
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
