@@ -233,7 +233,18 @@ class Named(Games):
         return {"score": 1}
 
 
-def test_a_reward_that_is_no_number_is_named():
-    result = Script(environments_of(own=Named), [["x"]]).play()
-    error = json.loads(result.non_tensor_batch["conversation"][0])["error"]
-    assert "reward returned {'score': 1}: expected a number" in error
+class Beyond(Games):
+    def reward(self):
+        return 1e39  # infinite in 32 bits
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (Named, "reward returned {'score': 1}: expected a number"),
+        (Beyond, "reward returned 1e+39: expected finite numbers"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_named(made, named):
+    result = Script(environments_of(own=made), [["x"]]).play()
+    assert named in json.loads(result.non_tensor_batch["conversation"][0])["error"]

@@ -23,6 +23,7 @@ from typing import Any
 from strop.data.pictures.parts import is_place, parts_problem, picture_in, text_of
 from strop.errors import ConfigError, traceback_of
 from strop.rewards.arguments import TURN_NAMES, Function, PlayedTurn, conversation_of
+from strop.rewards.scorer import LARGEST
 
 RESERVED = ("reset", "respond", "reward", "get_reward", "close", "done")
 """Names of an environment that are no tools."""
@@ -272,8 +273,8 @@ class Episode:
             ) from error
         if len(numbers) not in (1, len(turns)):
             raise ValueError(f"reward returned {len(numbers)} numbers for {len(turns)} turns")
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"reward returned {found!r:.80}: expected finite numbers")
+        if not all(abs(number) <= LARGEST for number in numbers):  # not of NaN
+            raise ValueError(f"reward returned {found!r:.80}: expected finite numbers of 32 bits")
         return numbers
 
     async def close(self, run: Run) -> None:

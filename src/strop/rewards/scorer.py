@@ -19,7 +19,7 @@ from strop.rewards.arguments import Function, Sample, ScoreFunction
 Found = TypeVar("Found")
 
 _LONGEST_TEXT = 20_000  # characters; the answer of a scoring process is a line of at most 1 MiB
-_LARGEST = 3.4028234663852886e38  # of float32, the type of the columns of scores
+LARGEST = 3.4028234663852886e38  # of float32, the type of the columns of scores
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Scorer:
                 return Outcome("crashed", error=found)
         numbers = {name: value for name, value in outcome.parts.items() if isinstance(value, float)}
         numbers |= {} if outcome.score is None else {"score": outcome.score}
-        if bad := [f"{name}={value}" for name, value in numbers.items() if not abs(value) <= _LARGEST]:
+        if bad := [f"{name}={value}" for name, value in numbers.items() if not abs(value) <= LARGEST]:
             found = f"the reward function returned {', '.join(bad)}: expected finite numbers"
             return Outcome("raised", error=found)
         return outcome
