@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import shlex
 import types
+from typing import Any, Literal, TypedDict
 
 import pytest
 
@@ -13,7 +15,11 @@ from strop.errors import ConfigError
 from strop.passed import passing
 from strop.trainer.loop import Run
 
-from scripted import KEYS, Script, answers, call, environments_of
+from scripted import KEYS, Script, answers, call, ended_by, environments_of
+
+
+class Typed(TypedDict):
+    n: int
 
 
 class Base:
@@ -73,6 +79,112 @@ def test_methods_take_columns_and_what_is_known_of_the_sample():
 def test_a_class_that_cannot_be_an_environment_is_refused(made, named):
     with pytest.raises(ConfigError, match=named):
         environments_of(own=made).require_columns(["key", "secret"])
+
+
+class Looks:
+    def reset(self):
+        pass
+
+    def look(self) -> str:
+        """Look."""
+        return "seen"
+
+    find = look
+
+
+def test_a_method_of_two_names_is_two_tools():
+    environments = environments_of(own=Looks)
+    assert [tool["function"]["name"] for tool in environments.schemas[""]] == ["look", "find"]
+    assert answers(Script(environments, [[call("find"), "end"]]).play()) == ["seen"]
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def takes_any(
+    a: list[dict[str, Any]], b: Literal["x"] | None = None, *, c: Typed | tuple[int, str] = (1, "a")
+) -> str:
+    """Take.
+
+    Args:
+        a: a
+        b: b
+        c: c
+    """
+    return f"{a} {b} {c}"
+
+
+def takes_positional(a: int, /) -> str:
+    """Take.
+
+    Args:
+        a: a
+    """
+    return ""
+
+
+def takes_more(*more: int) -> str:
+    """Take.
+
+    Args:
+        more: more
+    """
+    return ""
+
+
+def takes_others(**others: int) -> str:
+    """Take.
+
+    Args:
+        others: others
+    """
+    return ""
+
+
+def takes_colour(a: list[Colour] | None = None) -> str:
+    """Take.
+
+    Args:
+        a: a
+    """
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("tool", "named"),
+    [
+        (takes_positional, "the parameter a.* cannot be passed by name"),
+        (takes_more, r"the parameter \*more cannot be passed by name"),
+        (takes_others, r"the parameter \*\*others cannot be passed by name"),
+        (takes_colour, "the parameter a gets JSON, and its hint is Colour"),
+    ],
+)
+def test_a_tool_that_no_call_can_fill_is_refused(tool, named):
+    with pytest.raises(ConfigError, match=f"the tool '{tool.__name__}' .*{named}"):
+        environments_of(tool)
+
+
+def test_a_tool_takes_what_json_has():
+    script = Script(environments_of(takes_any), [[call("takes_any", a=[{"k": 1}], c={"n": 2}), "end"]])
+    assert answers(script.play()) == ["[{'k': 1}] None {'n': 2}"]
+
+
+class Typo:
+    def reset(self):
+        self.number = 0
+
+    @property
+    def done(self):
+        return self.nunber > 1
+
+    def respond(self, response):
+        return "go on"
+
+
+def test_a_property_done_that_raises_is_not_false():
+    result = Script(environments_of(own=Typo), [["a", "b"]]).play()
+    assert ended_by(result) == ["error"]
 
 
 class Truth:

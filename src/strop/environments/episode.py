@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import re
 import types
+import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,17 +135,48 @@ def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
                 continue
             is_method = isinstance(owner, type) and inspect.isfunction(_defined(owner, name))
             try:
-                schema = get_json_schema(_without_self(method) if is_method else method)
+                function = _without_self(method) if is_method else method
+                schema = get_json_schema(function)
+                _require_json(function)
             # The library raises its own errors, and those of type hints that cannot be resolved.
             except Exception as error:
                 reason = " ".join(str(error).split()).rstrip(".!")
                 raise ConfigError(
-                    f"{where} cannot be described to the model: {reason}. Expected type hints, and a "
-                    "docstring with a line for each argument below `Args:`"
+                    f"{where} cannot be described to the model: {reason}. Expected named parameters with "
+                    "type hints of JSON (str, int, float, bool, list, dict, Literal), and a docstring with a "
+                    "line for each argument below `Args:`"
                 ) from error
             schema["function"].pop("return", None)
+            schema["function"]["name"] = name  # of a method with two names the library gives the first
             found[name] = schema
     return [*found.values()]
+
+
+_JSON: tuple[Any, ...] = (str, int, float, bool, type(None), list, tuple, dict, Any)
+
+
+def _require_json(tool: Callable[..., Any]) -> None:
+    """Raise ``ValueError`` for a parameter that no call fills: arguments are values of JSON, by name.
+
+    The library describes ``*args`` as one value, and any class it does not know as an object.
+    """
+    hints = typing.get_type_hints(tool)
+    for name, parameter in inspect.signature(tool).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            shown = parameter.replace(annotation=parameter.empty)
+            raise ValueError(f"the parameter {shown} cannot be passed by name")
+        for kind in _classes_in(hints.get(name)):
+            if kind not in _JSON and not issubclass(kind, dict) and not issubclass(dict, kind):
+                raise ValueError(f"the parameter {name} gets JSON, and its hint is {kind.__name__}")
+
+
+def _classes_in(hint: Any) -> list[type]:
+    """Return the classes in a type hint."""
+    if typing.get_origin(hint) is typing.Literal:
+        return []
+    if inner := typing.get_args(hint):
+        return [kind for one in inner for kind in _classes_in(one)]
+    return [hint] if isinstance(hint, type) else []
 
 
 def _as_objects(schema: Any) -> Any:
@@ -241,7 +272,9 @@ class Episode:
                 trace = traceback_of(error)
         elif not turn["calls"]:
             end = "stop"
-        if getattr(self._environment, "done", False):
+        # getattr with a default hides an AttributeError within a property
+        is_property = isinstance(getattr(type(self._environment), "done", None), property)
+        if self._environment.done if is_property else getattr(self._environment, "done", False):
             end = "environment"
         told = {"traceback": trace} if errors else {}
         return {"texts": texts, "messages": messages, "errors": errors, "end": end, **told}
