@@ -43,8 +43,8 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
                 *(name.removeprefix("reward/") for name in columns if name.startswith("reward/")),
             ]
             raise RewardError(
-                f"algorithm.filter_groups.metric={metric}: the rewards have no such part; they have "
-                f"{', '.join(parts)}"
+                f"algorithm.filter_groups.metric={metric}: the rewards have no such part; set it to one that "
+                f"they have: {', '.join(parts)}"
             )
         values_B = columns[found[0]]
     values_GN = values_B.double().reshape(-1, n)
