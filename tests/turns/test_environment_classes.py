@@ -170,6 +170,11 @@ def test_a_tool_takes_what_json_has():
     assert answers(script.play()) == ["[{'k': 1}] None {'n': 2}"]
 
 
+def test_an_environment_among_the_tools_is_refused():
+    with pytest.raises(ConfigError, match=r"Looks has reset, .* set environment\.path"):
+        environments_of(Looks)
+
+
 class Typo:
     def reset(self):
         self.number = 0

@@ -161,6 +161,12 @@ def _tool(given: str) -> Any:
     found = Python if given == "python" else load_object(given, key)
     if not callable(found) or not hasattr(found, "__name__"):
         raise ConfigError(f"{key}: found {found!r:.80}, expected a function or a class")
+    own = [name for name in ("reset", "respond", "reward", "get_reward") if hasattr(found, name)]
+    if isinstance(found, type) and own:
+        raise ConfigError(
+            f"{key}: {found.__name__} has {own[0]}, which is called of an environment alone: set {_KEY} to "
+            "the class, or rename the method"
+        )
     if isinstance(found, type) and issubclass(found, Python):
         require_bubblewrap()
         found().python("")  # RewardError if user namespaces are forbidden
