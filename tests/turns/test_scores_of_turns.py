@@ -238,9 +238,15 @@ class Beyond(Games):
         return 1e39  # infinite in 32 bits
 
 
+class Counts(Games):
+    def reward(self):
+        return [0.0, 0.0]  # as one that counts the calls of its methods may
+
+
 @pytest.mark.parametrize(
     ("made", "named"),
     [
+        (Counts, "2 numbers for 1 turns; its argument `turns` has those that reached no method"),
         (Named, "reward returned {'score': 1}: expected a number"),
         (Beyond, "reward returned 1e+39: expected finite numbers"),
     ],

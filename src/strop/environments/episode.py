@@ -305,7 +305,10 @@ class Episode:
                 f"reward returned {found!r:.80}: expected a number, or one for each turn"
             ) from error
         if len(numbers) not in (1, len(turns)):
-            raise ValueError(f"reward returned {len(numbers)} numbers for {len(turns)} turns")
+            raise ValueError(
+                f"reward returned {len(numbers)} numbers for {len(turns)} turns; its argument `turns` has "
+                "those that reached no method, too: cut ones, and calls that could not be read"
+            )
         if not all(abs(number) <= LARGEST for number in numbers):  # not of NaN
             raise ValueError(f"reward returned {found!r:.80}: expected finite numbers of 32 bits")
         return numbers
