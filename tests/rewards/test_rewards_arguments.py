@@ -154,6 +154,22 @@ def test_a_function_of_trl_gets_lists_and_none_does_not_apply(make: Make, batch_
     assert output.token_level_scores.sum(1).tolist() == [2.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("name", ["response", "solution_str", "responses", "messages", "truncated"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_column_goes_before_other_names_of_the_response_in_a_function_of_trl(
+    make: Make, batch_of: Callable[..., DataProto], name: str, is_named: bool
+):
+    """A function that compares completions with the column ``response`` must not compare them with themselves."""
+    taken = f"{name}, **kwargs" if is_named else "**kwargs"
+    lines = f"def reward(completions, {taken}):\n    column = {name if is_named else f'kwargs[{name!r}]'}\n"
+    exec(lines + "    return [float(a == b) for a, b in zip(completions, column)]", found := {})
+    batch = with_columns(batch_of(["3", "4"], ["3"] * 2), prompt=["1", "2"], **{name: ["3", "3"]})
+    assert make(found["reward"])(batch).parts["rule"].tolist() == [1.0, 0.0]
+    asked = with_columns(batch_of(["3"], ["3"]), messages=[CHAT])  # the prompts' own column
+    output = make(lambda completions, messages: ["name" not in messages[0][0]], prompt_key="messages")(asked)
+    assert output.parts["rule"].tolist() == [1.0]
+
+
 def torch_bools(size: int) -> Any:
     import torch
 

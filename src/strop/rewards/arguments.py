@@ -85,6 +85,13 @@ BATCH_NAMES = {
 }
 """Parameters of a batch function -> the value of one sample in the list."""
 _ALWAYS_OF_BATCHES = ("prompts", "completions", "completion_ids")
+_COLUMNS_OF_TRL = (SAMPLE_NAMES.keys() | BATCH_NAMES.keys()) - {
+    *_ALWAYS_OF_BATCHES, "prompt", "ground_truth", "data_source", "extra_info", "images",
+}  # fmt: skip
+"""Names that are columns, if the data has them, for a function with ``completions``: TRL knows no other name
+of the response, and a column ``response`` is its reference there."""
+_SHADOWED = ""
+"""Key of ``Sample.named`` for these columns by name."""
 _OF_THE_RESPONSE = {"response", "solution_str", "completions", "responses", "solution_strs"}
 WHEN_COMPLETE = frozenset({"truncated", "ended_by"})
 """Values that are known once the whole batch is generated; ``**kwargs`` of a function for one sample lacks
@@ -307,13 +314,18 @@ class Function:
         plural = {name: lists[one] for name, one in BATCH_NAMES.items() if one in lists}
         if self.takes_all:  # as TRL passes them, without the other names of the same lists
             plural = {name: plural[name] for name in plural.keys() & {*_ALWAYS_OF_BATCHES, *self.names}}
-        return self.arguments({**lists, **plural})
+        columns = {}
+        if "completions" in self.names:
+            found = [(sample.named or {}).get(_SHADOWED, {}) for sample in samples]
+            columns = {name: [row.get(name) for row in found] for name in found[0]}
+        return self.arguments({**lists, **plural, **columns})
 
 
 def values_of(sample: Sample) -> dict[str, Any]:
     """Return the values of one sample by name: those of ``Sample``, and ``named`` where these are not."""
     fields = sample._asdict()
-    return {**(sample.named or {}), **{name: fields[field] for name, field in _OF_THE_SAMPLE.items()}}
+    named = {name: value for name, value in (sample.named or {}).items() if name != _SHADOWED}
+    return {**named, **{name: fields[field] for name, field in _OF_THE_SAMPLE.items()}}
 
 
 def is_async(function: Any) -> bool:
@@ -439,11 +451,15 @@ def named_values(
     if row.is_chat:
         columns.pop("prompt", None)  # the name means a text
     names = {*columns, *known} if takes_all else wanted
-    return {
+    found = {
         name: known[name]() if name in known else columns[name]
         for name in names
         if name in known or name in columns
     }
+    if for_batches:
+        shadowed = columns.keys() & _COLUMNS_OF_TRL
+        found[_SHADOWED] = {name: columns[name] for name in shadowed if columns[name] is not row.given}
+    return found
 
 
 _GROUND_TRUTH = "ground_truth"
