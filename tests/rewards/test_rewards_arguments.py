@@ -159,7 +159,7 @@ def test_a_function_of_trl_gets_lists_and_none_does_not_apply(make: Make, batch_
 def test_a_column_goes_before_other_names_of_the_response_in_a_function_of_trl(
     make: Make, batch_of: Callable[..., DataProto], name: str, is_named: bool
 ):
-    """A function that compares completions with the column ``response`` must not compare them with themselves."""
+    """A function that compares completions with a column ``response`` must not compare them with themselves."""
     taken = f"{name}, **kwargs" if is_named else "**kwargs"
     lines = f"def reward(completions, {taken}):\n    column = {name if is_named else f'kwargs[{name!r}]'}\n"
     exec(lines + "    return [float(a == b) for a, b in zip(completions, column)]", found := {})
@@ -189,6 +189,46 @@ def test_a_batch_function_that_fails_fails_all(make: Make, batch_of: Callable[..
     batch = batch_of(["3", "4"], ["3"] * 2)
     output = make(lambda completions: [1.0], max_error_rate=1.0)(batch)
     assert ["returned 1 scores for 2 samples" in error for error in output.errors] == [True, True]
+
+
+@pytest.mark.parametrize("found", [{0: 1.0, 1: 0.0}, {0.25, 0.5}, "10", 1.0, None])
+def test_a_batch_function_returns_a_list(found: Any):
+    """The keys of a dict, or the numbers of a set in some order, are no scores of the samples."""
+    samples = [Sample("s", "3", named={"completions": "3"}), Sample("s", "4", named={"completions": "4"})]
+    scorer = Scorer(Function(lambda completions: found, "f"))
+    with pytest.raises(
+        TypeError, match=naming("test_rewards_arguments.py", "2 samples", type(found).__name__)
+    ):
+        run(scorer.score_all(samples))
+
+
+def test_what_is_bound_to_a_partial_is_no_column():
+    def score(response, tolerance, **columns):
+        return tolerance + ("tolerance" in columns)
+
+    function = Function(functools.partial(score, tolerance=0.5), "f")
+    sample = Sample("s", "3", named={"tolerance": 7.0, "level": 1})
+    assert run(Scorer(function).score(sample)).score == 0.5
+    assert function.wanted() == {"response"}
+
+
+@pytest.mark.parametrize("function", [type("Accuracy", (), {}), lambda *everything: 1.0])
+def test_what_no_value_reaches_is_no_function(function: Any):
+    """A class would be made, and a function of ``*args`` be called with nothing: each score is the same."""
+    with pytest.raises(ConfigError, match=naming("the place")):
+        Function(function, "the place")
+
+
+def test_a_decorator_decides_whether_a_function_is_async():
+    @functools.wraps(lambda response: 1.0)
+    async def score(**values):
+        await asyncio.sleep(0)
+        return 1.0
+
+    assert Function(score, "f").is_async
+    hidden = Function(lambda response: judge(response), "f")
+    with pytest.raises(TypeError, match=naming("coroutine of judge", "async def")):
+        run(Scorer(hidden).score(Sample("s", "3")))
 
 
 def test_truncated_is_known_once_the_batch_is_complete(make: Make, batch_of: Callable[..., DataProto]):

@@ -93,3 +93,10 @@ def test_ctrl_c_during_import_is_not_an_error_of_the_file(tmp_path: Path):
     (tmp_path / "slow.py").write_text("raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         load_custom_reward(str(tmp_path / "slow.py"))
+
+
+def test_a_column_may_have_the_name_self(tmp_path: Path):
+    (tmp_path / "reward.py").write_text("def score(response, **columns): return columns['self']")
+    found = load_custom_reward(str(tmp_path / "reward.py"))
+    assert found is not None
+    assert found(**{"response": "3", "self": 2.0}) == 2.0

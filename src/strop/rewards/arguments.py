@@ -194,8 +194,14 @@ class Function:
         self, function: Callable[..., Any], where: str, options: Mapping[str, Any] | None = None
     ) -> None:
         self.function, self.where, self.options = function, where, dict(options or {})
-        if not callable(function):
-            raise ConfigError(f"{where} is {function!r:.80}: expected a function, as compute_score(response)")
+        own = inspect.unwrap(function) if callable(function) else None
+        if own is None or inspect.isclass(own):
+            raise ConfigError(
+                f"{where} is {function if own is None else own!r:.80}: expected a function, as "
+                "compute_score(response), or an object that can be called, as Accuracy()"
+            )
+        while isinstance(own, functools.partial):  # what is bound is no column
+            self.options, own = {**own.keywords, **self.options}, own.func
         self.is_async = is_async(function)
         self.takes_all: bool = getattr(function, "takes_all", False)
         """True for ``**kwargs``."""
@@ -231,7 +237,8 @@ class Function:
         self.required = tuple(name for name in required if name not in self.options)
         self.ordered = tuple(name for name in named if name not in self.options)
         for name, parameter in signature.parameters.items():
-            if kinds[name] is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            is_all = kinds[name] is parameter.VAR_POSITIONAL and not (named or self.takes_all)
+            if is_all or (kinds[name] is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty):
                 raise ConfigError(
                     f"{self.where} has the parameters {signature}: {name!r} cannot be passed by name"
                 )
@@ -332,11 +339,13 @@ def is_async(function: Any) -> bool:
     """Return True for coroutine functions, also partial ones, and objects with such a ``__call__``."""
     if (known := getattr(function, "is_async", None)) is not None:
         return bool(known)
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    call = getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is examined
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    while function is not None:  # a decorator may make a function async, or leave it so
+        call = getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is examined
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+            return True
+        is_partial = isinstance(function, functools.partial)
+        function = function.func if is_partial else getattr(function, "__wrapped__", None)
+    return False
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class CustomReward:
         self.__wrapped__ = self.function  # its signature is that of this object
         self._binding = Function(self.function, self.where)
 
-    def __call__(self, *arguments: Any, **values: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **values: Any) -> Any:
         """Call the function, with those of the ``values`` that it takes."""
         return self.function(*arguments, **(values if arguments else self._binding.arguments(values)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -129,7 +129,13 @@ class Scorer:
 async def _column(function: Function, samples: Sequence[Sample], limit: int) -> list[Outcome | None]:
     """Return a function's outcome for each sample; None where a function for a batch returned None."""
     if function.is_batch:
-        values = list(await _called(function, function.of_batch(samples)))
+        found = await _called(function, function.of_batch(samples))
+        if not isinstance(found, Iterable) or isinstance(found, Mapping | Set | str):
+            raise TypeError(
+                f"{function.place} returned {found!r:.80}: expected a list with a score for each of the "
+                f"{len(samples)} samples, found {type(found).__name__}"
+            )
+        values = list(found)
         if len(values) != len(samples):
             raise ValueError(
                 f"{function.place} returned {len(values)} scores for {len(samples)} samples: expected a list "
@@ -160,6 +166,12 @@ async def _called(function: Function, arguments: Mapping[str, Any]) -> Any:
     """Return what a function returns; at an error of types, note which columns are numbers and not text."""
     try:
         result = function.function(**arguments)
+        if inspect.iscoroutine(result) and not function.is_async:
+            result.close()
+            raise TypeError(
+                f"{function.place} returned a coroutine of {result.__qualname__}: expected a number, or a "
+                "function that is declared with async def itself"
+            )
         return await result if inspect.isawaitable(result) else result
     except (TypeError, AttributeError) as error:
         for remark in function.numbers(arguments):
@@ -235,7 +247,7 @@ def _number(value: Any, name: str) -> float:
         raise TypeError(f"{name} is {value!r:.80}: expected a number, found text")
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{name} is {value!r:.80}: expected a number, found {type(value).__name__}"
         ) from error
