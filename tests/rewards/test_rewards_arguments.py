@@ -27,7 +27,7 @@ from strop.rewards.manager import RewardManager
 from strop.rewards.scorer import Scorer, run
 from strop.rewards.worker.pool import Cancelled, Feed, RewardProcess
 
-from messages import naming
+from messages import mentions, naming
 
 Make = Callable[..., RewardManager]
 
@@ -159,7 +159,7 @@ def test_a_function_of_trl_gets_lists_and_none_does_not_apply(make: Make, batch_
 def test_a_column_goes_before_other_names_of_the_response_in_a_function_of_trl(
     make: Make, batch_of: Callable[..., DataProto], name: str, is_named: bool
 ):
-    """A function that compares completions with a column ``response`` must not compare them with themselves."""
+    """Completions that are compared with a column ``response`` are not compared with themselves."""
     taken = f"{name}, **kwargs" if is_named else "**kwargs"
     lines = f"def reward(completions, {taken}):\n    column = {name if is_named else f'kwargs[{name!r}]'}\n"
     exec(lines + "    return [float(a == b) for a, b in zip(completions, column)]", found := {})
@@ -189,6 +189,27 @@ def test_a_batch_function_that_fails_fails_all(make: Make, batch_of: Callable[..
     batch = batch_of(["3", "4"], ["3"] * 2)
     output = make(lambda completions: [1.0], max_error_rate=1.0)(batch)
     assert ["returned 1 scores for 2 samples" in error for error in output.errors] == [True, True]
+
+
+def test_optional_parameters_that_are_nearly_columns_or_hide_their_default_are_warnings(
+    caplog: pytest.LogCaptureFixture,
+):
+    def trl(completions, answers=None, log_extra=None, trainer_state=None, level=None, **kwargs): ...
+    def verl(solution_str, ground_truth, extra_info=None, method="strict", score=1.0): ...
+
+    columns = ["answer", "score", "level", "extra_info"]
+    for function in (trl, verl, trl):
+        Function(function, "f").require(columns)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert mentions(first, "answers=None", "did you mean 'answer'")
+    assert mentions(second, "score", "default 1.0", "verl")
+
+
+def test_a_batch_has_the_columns_of_all_its_rows():
+    samples = [Sample("s", "3", named={"completions": "3"})]
+    samples.append(Sample("s", "4", named={"completions": "4", "answer": "4"}))
+    taken = Function(lambda completions, answer=None, **columns: None, "f").of_batch(samples)
+    assert taken["answer"] == [None, "4"]
 
 
 @pytest.mark.parametrize("found", [{0: 1.0, 1: 0.0}, {0.25, 0.5}, "10", 1.0, None])

@@ -209,6 +209,7 @@ class Function:
         """True for a judge: what it scores needs no scorer of its data source."""
         self.ordered: tuple[str, ...] = ()
         """Parameters, in their order."""
+        self.defaults: dict[str, Any] = {}
         own: frozenset[str] | None = getattr(function, "argument_names", None)  # of built-in scorers
         self.required: tuple[str, ...] = ()
         if own is None:
@@ -236,6 +237,7 @@ class Function:
         required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
         self.required = tuple(name for name in required if name not in self.options)
         self.ordered = tuple(name for name in named if name not in self.options)
+        self.defaults = {name: named[name].default for name in self.ordered if name not in required}
         for name, parameter in signature.parameters.items():
             is_all = kinds[name] is parameter.VAR_POSITIONAL and not (named or self.takes_all)
             if is_all or (kinds[name] is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty):
@@ -261,8 +263,27 @@ class Function:
         return self.is_batch or bool(self.names & WHEN_COMPLETE)
 
     def require(self, columns: Collection[str]) -> None:
-        """Raise ``ConfigError`` if a required parameter is neither a known value nor one of ``columns``."""
+        """Raise ``ConfigError`` if a required parameter is neither a known value nor one of ``columns``.
+
+        Warns of an optional one that is empty and nearly a column, and of a column in place of an option.
+        """
         known = {*SAMPLE_NAMES, *TURN_NAMES, *columns, *(BATCH_NAMES if self.is_batch else ()), "uid"}
+        for name, default in self.defaults.items():
+            is_empty = isinstance(default, str | None) and not default
+            if (
+                is_empty
+                and name not in known
+                and (close := nearest(name, known - self.names, similarity=0.82))
+            ):
+                _warn(
+                    f"warning: {self.where} keeps {name}={default!r} for every sample: the data has no such column "
+                    f"(did you mean {close!r}?)"
+                )
+            elif not is_empty and name in columns and "solution_str" in self.names:
+                _warn(
+                    f"warning: {self.where} gets {name} from the data's column {name!r}, and not its default "
+                    f"{default!r} as from verl; rename the parameter, unless it means the column"
+                )
         missing = [name for name in self.required if name not in known]
         if not missing:
             return
@@ -317,15 +338,22 @@ class Function:
     def of_batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Return the keyword arguments for a batch: lists with an entry for each sample."""
         rows = [values_of(sample) for sample in samples]
-        lists = {name: [row.get(name) for row in rows] for name in rows[0]}
+        names = {name: None for row in rows for name in row}  # rows of JSON may lack some
+        lists = {name: [row.get(name) for row in rows] for name in names}
         plural = {name: lists[one] for name, one in BATCH_NAMES.items() if one in lists}
         if self.takes_all:  # as TRL passes them, without the other names of the same lists
             plural = {name: plural[name] for name in plural.keys() & {*_ALWAYS_OF_BATCHES, *self.names}}
         columns = {}
         if "completions" in self.names:
             found = [(sample.named or {}).get(_SHADOWED, {}) for sample in samples]
-            columns = {name: [row.get(name) for row in found] for name in found[0]}
+            names = {name: None for row in found for name in row}
+            columns = {name: [row.get(name) for row in found] for name in names}
         return self.arguments({**lists, **plural, **columns})
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def values_of(sample: Sample) -> dict[str, Any]:
