@@ -276,8 +276,8 @@ class Function:
                 and (close := nearest(name, known - self.names, similarity=0.82))
             ):
                 _warn(
-                    f"warning: {self.where} keeps {name}={default!r} for every sample: the data has no such column "
-                    f"(did you mean {close!r}?)"
+                    f"warning: {self.where} keeps {name}={default!r} for every sample: the data has no such "
+                    f"column (did you mean {close!r}?)"
                 )
             elif not is_empty and name in columns and "solution_str" in self.names:
                 _warn(
