@@ -100,3 +100,20 @@ def test_a_column_may_have_the_name_self(tmp_path: Path):
     found = load_custom_reward(str(tmp_path / "reward.py"))
     assert found is not None
     assert found(**{"response": "3", "self": 2.0}) == 2.0
+
+
+def test_a_file_that_changes_the_folder_does_so_in_its_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Data, outputs and the file itself have relative paths in the run; the function reads beside itself."""
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "reward.py").write_text(
+        "import os\nos.chdir(os.path.dirname(__file__))\n"
+        "def score(response): return len(open('table.txt').read())"
+    )
+    (tmp_path / "rewards" / "table.txt").write_text("123")
+    monkeypatch.chdir(tmp_path)
+    found = load_custom_reward("rewards/reward.py")
+    assert Path.cwd() == tmp_path
+    sent = pickle.loads(pickle.dumps(found))
+    assert sent(response="") == 3

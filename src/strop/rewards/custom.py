@@ -7,6 +7,7 @@ list of these. Modules beside the file can be imported, also in scoring processe
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import site
@@ -30,11 +31,16 @@ _DEFAULT = "compute_score"
 
 
 class CustomReward:
-    """A function from a Python file; it is pickled as path and name, and reloaded from there."""
+    """A function from a Python file; it is pickled as path and name, and reloaded from there.
 
-    def __init__(self, path: str, name: str) -> None:
+    A file may change the folder of its own process, and not that of the run, whose paths are relative.
+    """
+
+    def __init__(self, path: str, name: str, is_own_process: bool = False) -> None:
         self.path = str(Path(expand(path)).absolute())
-        self.name, self.function = _find_function(load_module(self.path, f"{KEY}.path"), self.path, name)
+        with contextlib.nullcontext() if is_own_process else contextlib.chdir("."):
+            module = load_module(self.path, f"{KEY}.path")
+        self.name, self.function = _find_function(module, self.path, name)
         self.where = f"{KEY}.name={self.name} in {self.path}"
         self.__wrapped__ = self.function  # its signature is that of this object
         self._binding = Function(self.function, self.where)
@@ -43,8 +49,8 @@ class CustomReward:
         """Call the function, with those of the ``values`` that it takes."""
         return self.function(*arguments, **(values if arguments else self._binding.arguments(values)))
 
-    def __reduce__(self) -> tuple[type[CustomReward], tuple[str, str]]:
-        return CustomReward, (self.path, self.name)
+    def __reduce__(self) -> tuple[type[CustomReward], tuple[str, str, bool]]:
+        return CustomReward, (self.path, self.name, True)
 
     def __repr__(self) -> str:
         return f"{self.path}:{self.name}"
