@@ -21,7 +21,7 @@ from strop.errors import ConfigError, DataError, RewardError
 from strop.prepare import prepare
 from strop.rewards.worker.pool import RewardPool
 
-from messages import naming
+from messages import mentions, naming
 
 ROWS: list[dict[str, Any]] = [
     {"data_source": "openai/gsm8k", "response": "#### 7", "reward_model": {"ground_truth": "7"}},
@@ -313,3 +313,12 @@ def test_the_prepared_data_sets_score_1_on_their_own_answers(score: Callable[...
         status, lines = score(tmp_path / f"{split}.parquet", "--response-column", "extra_info.answer")
         assert status == 0
         assert cells(lines) == {"openai/gsm8k": [rows, "1.0000", "0"]}
+
+
+def test_a_second_reward_is_an_error_and_replaces_none(capsys: pytest.CaptureFixture):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["FILE", "--reward", "a.py", "--reward", "a.py"]).custom == "a.py"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["FILE", "--reward", "a.py", "--custom-reward", "b.py"])
+    assert mentions(capsys.readouterr().err, "--reward", "a.py and b.py", "reward_model.parts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from strop.cli.options import add_model, log_to_console, naming_function, naming_options
+from strop.cli.options import OneReward, add_model, log_to_console, naming_function, naming_options
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
 from strop.config.schema import Config
@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--token-env", metavar="NAME", help="environment variable with the servers' token")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
     add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
-    add("--reward", "--custom-reward", metavar="FILE[:NAME]", help="Python file with your reward function")
+    what = "Python file with your reward function"
+    add("--reward", "--custom-reward", action=OneReward, metavar="FILE[:NAME]", help=what)
     add("--limit", type=int, metavar="K", help="only the first K prompts of each data source")
     add(
         "--out",

@@ -8,6 +8,7 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from strop.errors import StropError, reword
 from strop.listening import LOOPBACK, Address
@@ -26,6 +27,21 @@ def in_options(text: str, names: Mapping[str, str]) -> str:
 def naming_function(reward: str) -> dict[str, str]:
     """Return the option that chooses another function of the file in ``--reward``, by the key's beginning."""
     return {"custom_reward_function.name=": f"--reward {re.sub(r':[^:/]*$', '', reward)}:"}
+
+
+class OneReward(argparse.Action):
+    """Store a reward function; another one in the same command is an error, not a replacement."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if (before := getattr(namespace, self.dest)) not in (None, values):
+            raise argparse.ArgumentError(
+                self,
+                f"found {before} and {values}, expected one function; more are parts of the score: "
+                "'reward_model.parts={NAME: {scorer: MODULE:FUNCTION, weight: 1}}'",
+            )
+        setattr(namespace, self.dest, values)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from strop.cli.options import in_options, naming_function, naming_options
+from strop.cli.options import OneReward, in_options, naming_function, naming_options
 from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
 from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an option of --scorer, as in method=flexible; repeatable (strop docs data lists them)",
     )
     names = "--reward", "--custom-reward", "--custom"
-    add(*names, dest="custom", metavar="FILE[:NAME]", help="your own function, for all rows")
+    what = "your own function, for all rows"
+    add(*names, action=OneReward, dest="custom", metavar="FILE[:NAME]", help=what)
     add("--name", default="compute_score", help=argparse.SUPPRESS)  # the name without a colon
     add(
         "--prompt-column",

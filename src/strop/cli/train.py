@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from strop.cli.options import in_options, log_to_console, naming_function, naming_options
+from strop.cli.options import OneReward, in_options, log_to_console, naming_function, naming_options
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``add_config_arguments``, and those of reinforcement learning."""
     add_config_arguments(parser)
     add = parser.add_argument
-    add("--reward", metavar="FILE[:NAME]", help="Python file with your reward function, or a reward model")
+    what = "Python file with your reward function, or a reward model"
+    add("--reward", action=OneReward, metavar="FILE[:NAME]", help=what)
     add("--algorithm", metavar="NAME", help="grpo, ppo, rloo, reinforce++, remax, or another estimator")
     add("--n", type=int, metavar="N", help="responses to each prompt")
     by_default = "; the algorithm's, or grpo, unless all is key=value"
