@@ -518,6 +518,15 @@ def test_questions_and_answers_of_a_csv_file_are_its_texts(tmp_path, values, nam
     assert row["reward_model"]["ground_truth"] == values[1]
 
 
+def test_a_column_of_a_csv_file_with_a_leading_zero_is_text(tmp_path):
+    """A reward that looks for the code 007 in a response must not accept 7."""
+    (tmp_path / "t.csv").write_text("code,n,share\n007,0,0.5\n12,10,1\n,-3,2\n")
+    table = read_table(str(tmp_path / "t.csv"))
+    assert table["code"].to_pylist() == ["007", "12", ""]
+    assert table["n"].to_pylist() == [0, 10, -3]
+    assert table["share"].to_pylist() == [0.5, 1.0, 2.0]
+
+
 @pytest.fixture
 def score_file(tmp_path):
     """score_file(file, response column, truth column) -> the texts that a function is called with."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 import xxhash
@@ -349,11 +350,14 @@ def _saved_table(folder: Path) -> pa.Table:
 
 
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
-    """Return a CSV file with types inferred by pyarrow, but dates as text; an empty number is null."""
+    """Return a CSV file with types inferred by pyarrow; an empty number is null.
+
+    Dates are texts, and so are whole numbers where one begins with a zero: ``007`` is no 7.
+    """
     delimiter = _delimiter(name, path)
     _require_closed_quotes(name, path, delimiter)
 
-    def read(text_columns: Iterable[str]) -> pa.Table:
+    def read(text_columns: Iterable[str], only: Sequence[str] = ()) -> pa.Table:
         return pyarrow.csv.read_csv(
             open_data(path) if path.name.endswith(".gz") else path,
             # without threads, errors have a row number; a row must fit into a block
@@ -363,18 +367,24 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
             convert_options=pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(text_columns, pa.string()),
                 null_values=[""],  # "NA" and "null" are texts, too, and an empty one is no null
+                include_columns=list(only),  # none: all
             ),
         )
 
     table = read(texts)
-    if dates := [field.name for field in table.schema if pa.types.is_temporal(field.type)]:
-        table = read([*texts, *dates])
     for field in table.schema:
         if pa.types.is_binary(field.type):
             raise DataError(f"{name}, field {field.name}: text that is not UTF-8")  # _reading_text: the line
         if table.column_names.count(field.name) > 1:
             raise DataError(f"{name}: two columns have the name {field.name!r}")
-    return table
+    as_text = [field.name for field in table.schema if pa.types.is_temporal(field.type)]
+    if whole := {field.name for field in table.schema if pa.types.is_integer(field.type)}:
+        written = read(whole, only=list(whole))
+        begins = pc.MatchSubstringOptions(r"^[+-]?0\d")
+        for name, column in zip(written.column_names, written.columns, strict=True):
+            found = pc.call_function("match_substring_regex", [column], begins)
+            as_text += [name] if pc.call_function("any", [found]).as_py() else []
+    return read([*texts, *as_text]) if as_text else table
 
 
 _LONGEST_ROW, _LONGEST_HEADER = 64 * 2**20, 100_000
