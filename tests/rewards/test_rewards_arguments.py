@@ -233,7 +233,7 @@ def test_what_is_bound_to_a_partial_is_no_column():
     assert function.wanted() == {"response"}
 
 
-@pytest.mark.parametrize("function", [type("Accuracy", (), {}), lambda *everything: 1.0])
+@pytest.mark.parametrize("function", [type("Accuracy", (), {"__call__": print}), lambda *everything: 1.0])
 def test_what_no_value_reaches_is_no_function(function: Any):
     """A class would be made, and a function of ``*args`` be called with nothing: each score is the same."""
     with pytest.raises(ConfigError, match=naming("the place")):

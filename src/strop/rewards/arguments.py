@@ -195,7 +195,8 @@ class Function:
     ) -> None:
         self.function, self.where, self.options = function, where, dict(options or {})
         own = inspect.unwrap(function) if callable(function) else None
-        if own is None or inspect.isclass(own):
+        # a class of callable objects, which a call would only make
+        if own is None or (inspect.isclass(own) and any("__call__" in vars(base) for base in own.__mro__)):
             raise ConfigError(
                 f"{where} is {function if own is None else own!r:.80}: expected a function, as "
                 "compute_score(response), or an object that can be called, as Accuracy()"
