@@ -360,7 +360,7 @@ def test_csv_files_may_have_the_semicolons_or_tabs_of_spreadsheets(tmp_path, con
     ("content", "advice"),
     [
         (b"PK\x03\x04\x14\x00\x08\xff", "save it as CSV"),
-        (gzip.compress(b"prompt\n1\n2\n"), "must end in .gz"),
+        (gzip.compress(b"prompt\n1\n2\n", mtime=0), "must end in .gz"),
     ],
 )
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])

@@ -275,7 +275,7 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
             ["--response-column", "response.y", "--ground-truth-column", "response"],
             "row 1: .*'response.y'",
         ),
-        ("a.jsonl", "{\n", [], "line 1: .*JSON"),
+        ("a.jsonl", "{\n", [], "line 1: .*several lines"),
         ("a.jsonl", "[1]\n", [], "line 1: .*object"),
         ("a.jsonl", "\n", [], "rows"),
         ("a.jsonl", None, [], "a.jsonl"),
