@@ -481,6 +481,23 @@ def test_an_error_of_types_names_the_columns_that_are_numbers(function: Any):
     ]
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completions, **kwargs: [1.0] * len(completions),
+        lambda completions, response: [1.0] * len(completions),
+        lambda completion_ids, n_turns: [1.0] * len(n_turns),
+        lambda response, uid: 1.0,
+    ],
+)
+def test_values_that_every_sample_has_are_no_answers_that_rows_lack(
+    make: Make, caplog: pytest.LogCaptureFixture, function: Any
+):
+    with caplog.at_level("WARNING"):
+        make(function).warn_without_ground_truths([{"answer": "1"}, {"answer": "2"}])
+    assert not caplog.records
+
+
 def test_rows_without_an_answer_are_counted(make: Make, caplog: pytest.LogCaptureFixture):
     def warnings_of(function: Any, *answers: Any) -> list[str]:
         caplog.clear()

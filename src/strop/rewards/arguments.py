@@ -595,7 +595,7 @@ def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Map
     functions = list(functions)
     taking = [function for function in functions if function.names & GROUND_TRUTHS]
     named = {BATCH_NAMES.get(name, name) for function in functions for name in function.required}
-    named -= SAMPLE_NAMES.keys() - {_GROUND_TRUTH}
+    named -= {*SAMPLE_NAMES, *TURN_NAMES, *BATCH_NAMES, *BATCH_NAMES.values(), "uid"} - {_GROUND_TRUTH}
     columns: set[str] = set()
     n_rows, n_truths, n_empty = 0, 0, 0
     for row in rows:
