@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -321,6 +322,26 @@ def test_on_step_sees_the_metrics_and_stops_a_run_that_the_same_call_continues(m
         with pytest.raises(ZeroDivisionError):
             strop.sft(model, ANSWERED, out=tmp_path / "sft", steps=2, on_step=lambda step, metrics: 1 / 0)
     assert not (tmp_path / "sft" / "final_model").exists()
+
+
+async def awaited(step, metrics): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda metrics: None, r"\(step, metrics\), found \(metrics\)"),
+        (lambda: None, r"\(step, metrics\), found \(\)"),
+        (awaited, "an async one"),
+    ],
+)
+def test_on_step_that_no_iteration_could_call_is_refused_before_the_model_loads(
+    model, tmp_path, function, words
+):
+    for call in (partial(strop.sft, model, ANSWERED), partial(strop.train, model, ANSWERED, len)):
+        with pytest.raises(ConfigError, match=words):
+            call(out=tmp_path / "run", steps=1, on_step=function)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("async_steps", [0, 1])

@@ -5,6 +5,7 @@ Configuration errors are raised before torch is imported.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,7 +21,7 @@ from strop.config.recipes import RECIPES
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import Root
-from strop.errors import Attempts, WorkerError
+from strop.errors import Attempts, ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from strop.data.outline import Outline
@@ -100,6 +101,8 @@ def train(
     on_step: OnStep | None = None,
 ) -> bool:
     """Check the configuration and train; see ``require_valid``, ``train_once`` and ``with_restarts``."""
+    if on_step is not None:
+        _require_on_step(on_step)
     require_valid(config, rows, data)
     logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
@@ -108,6 +111,20 @@ def train(
             logger.info("no validation: data.val_files is not set")
     say_loading()
     return with_restarts(config, partial(train_once, rows=rows, on_step=on_step))
+
+
+def _require_on_step(function: OnStep) -> None:
+    """Raise ``ConfigError`` for a function that the first iteration could not call, or would not await."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C without a signature
+        return
+    try:
+        signature.bind(1, {})
+    except TypeError as error:
+        raise ConfigError(f"on_step: expected a function of (step, metrics), found {signature}") from error
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError("on_step: expected a function, found an async one, which no iteration awaits")
 
 
 def build(
