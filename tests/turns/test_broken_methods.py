@@ -328,6 +328,21 @@ def test_malformed_turns_are_counted_by_the_number_of_a_turn():
     assert answers(result)[2] == "2"
 
 
+class AnswersAsGym:
+    def reset(self, **row):
+        pass
+
+    def respond(self, response, turn):
+        return "no", 0.0, False, {}
+
+
+def test_an_answer_of_another_form_ends_the_sample_since_no_turn_can_mend_it():
+    result = Script(environments_of(own=AnswersAsGym), [["a", "b"]]).play()
+    assert ended_by(result) == ["error"]
+    assert answers(result) == []
+    assert "expected a text, a message" in json.loads(result.non_tensor_batch["conversation"][0])["error"]
+
+
 def hungry() -> str:
     """Take 4 GB."""
     return str(len(bytearray(4 << 30)))

@@ -264,12 +264,12 @@ class Episode:
         if respond is not None and not turn["calls"]:
             values = {**self._row, "response": turn["text"], "turn": turn["number"]}
             try:
-                messages = as_messages(await run(respond, **Function(respond, "respond").arguments(values)))
-                end = "environment" if messages is None else ""
+                found = await run(respond, **Function(respond, "respond").arguments(values))
             except BaseException as error:  # noqa: BLE001 - likewise
-                errors = [in_one_line(error)]
-                messages = as_messages(errors[0])
+                errors = [found := in_one_line(error)]
                 trace = traceback_of(error)
+            messages = as_messages(found)  # raises for a result of another form: no turn can mend that
+            end = "environment" if messages is None else ""
         elif not turn["calls"]:
             end = "stop"
         # getattr with a default hides an AttributeError within a property
