@@ -5,8 +5,7 @@ import pickle
 import pytest
 
 from strop.errors import ConfigError, RewardError
-from strop.rewards import router
-from strop.rewards.router import Router, default_compute_score, register_scorer
+from strop.rewards.router import Router, default_compute_score
 from strop.rewards.score import exact
 
 from messages import naming
@@ -39,23 +38,6 @@ def test_an_unknown_source_names_the_known_and_how_to_give_a_reward():
     ) as error:
         default_compute_score("openai/gsm9k", "#### 7", "7")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # it may come from a worker
-
-
-def test_registered_scorers_get_all_four_arguments_and_go_before_built_in_ones(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(router, "_registered", {})
-    before = Router()
-    register_scorer("mine", lambda **sample: list(sample.values()))
-    assert default_compute_score("mine", "a", "b", {"c": 1}) == ["mine", "a", "b", {"c": 1}]
-    register_scorer("openai/gsm8k", "builtins:dict")
-    sample = {"data_source": "openai/gsm8k", "solution_str": "a", "ground_truth": "b", "extra_info": None}
-    assert default_compute_score("openai/gsm8k", "a", "b") == sample
-    assert "mine" not in before.sources
-    with pytest.raises(ConfigError, match=naming("register_scorer('mine')")):
-        register_scorer("mine", lambda text, /: 1.0)
-    with pytest.raises(ConfigError, match=naming("batch")):
-        register_scorer("mine", lambda completions: [1.0])
 
 
 @pytest.mark.parametrize(

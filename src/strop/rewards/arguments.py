@@ -204,7 +204,7 @@ class Function:
         while isinstance(own, functools.partial):  # what is bound is no column
             self.options, own = {**own.keywords, **self.options}, own.func
         self.is_async = is_async(function)
-        self.takes_all: bool = getattr(function, "takes_all", False)
+        self.takes_all = False
         """True for ``**kwargs``."""
         self.of_any_source: bool = getattr(function, "of_any_source", False)
         """True for a judge: what it scores needs no scorer of its data source."""
@@ -366,8 +366,6 @@ def values_of(sample: Sample) -> dict[str, Any]:
 
 def is_async(function: Any) -> bool:
     """Return True for coroutine functions, also partial ones, and objects with such a ``__call__``."""
-    if (known := getattr(function, "is_async", None)) is not None:
-        return bool(known)
     while function is not None:  # a decorator may make a function async, or leave it so
         call = getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is examined
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):

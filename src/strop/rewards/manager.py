@@ -521,8 +521,6 @@ class RewardManager(Reward):
 
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a function needs an argument that is neither a value nor a column."""
-        if self._router is not None:
-            self._router.require_columns(columns)
         for function in (self.scorer.own, *self._part_scorers.values()):
             function.require(columns)
 

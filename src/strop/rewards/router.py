@@ -1,18 +1,14 @@
-"""The scorer of each data source.
-
-Built-in scorers are imported when a sample needs them. ``register_scorer`` adds one for a further data
-source; it takes the names of :mod:`strop.rewards.arguments`.
-"""
+"""The built-in scorer of each data source, which is imported when a sample needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from strop.config.backends import load_backend
 from strop.config.reward_parts import SCORERS
 from strop.errors import ConfigError, RewardError, StropError
-from strop.rewards.arguments import KEYWORDS, Function, ScoreFunction
+from strop.rewards.arguments import KEYWORDS
 
 
 class BuiltInScorer:
@@ -81,28 +77,6 @@ _BUILT_IN = {
     "strop/arithmetic": "exact",
 }
 
-_registered: dict[str, ScoreFunction | str] = {}
-
-
-def register_scorer(data_source: str, scorer: ScoreFunction | str) -> None:
-    """Score the rows of ``data_source`` with ``scorer``: a function, or the import path ``module:function``.
-
-    It replaces a built-in scorer of the same source. Reward managers made before this call do not see it.
-    """
-    if not isinstance(scorer, str):
-        _for_one_sample(scorer, data_source)
-    _registered[data_source] = scorer
-
-
-def _for_one_sample(scorer: ScoreFunction, data_source: str) -> Function:
-    function = Function(scorer, f"register_scorer({data_source!r}): the scorer")
-    if function.is_batch:
-        raise ConfigError(
-            f"{function.where} takes a whole batch, which may have other data sources: expected a function "
-            "for one sample (or make it a part: reward_model.parts)"
-        )
-    return function
-
 
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
@@ -127,9 +101,9 @@ class UnknownSourceError(RewardError, NotImplementedError):
 
 
 class Router:
-    """A reward function that picks the scorer by data source, with the scorers known when it was made.
+    """A reward function that picks the scorer by data source.
 
-    ``options`` holds keyword arguments for built-in scorers by data source, for example
+    ``options`` holds keyword arguments for scorers by data source, for example
     ``{"openai/gsm8k": {"method": "flexible"}}`` or ``{"lighteval/MATH": {"method": "math-verify"}}``.
 
     Raises:
@@ -137,25 +111,18 @@ class Router:
         MissingExtraError: an option needs a package that is not installed.
     """
 
+    argument_names = frozenset(KEYWORDS)
+    """See ``strop.rewards.arguments.Function``."""
+    sources = sorted(_BUILT_IN)
+    """The data sources that have a scorer."""
+
     def __init__(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._registered = dict(_registered)
-        self._functions = {
-            source: _for_one_sample(scorer, source)
-            for source, scorer in self._registered.items()
-            if not isinstance(scorer, str)
-        }
-        self.is_async = any(function.is_async for function in self._functions.values())
-        known = self._functions.values()
-        self.takes_all = len(known) < len(self._registered) or any(one.takes_all for one in known)
-        """True if a registered scorer may take any value (import paths are not imported here)."""
-        self.argument_names = frozenset(KEYWORDS).union(*(one.wanted() for one in known))
-        """See ``strop.rewards.arguments.Function``."""
         options = options or {}
         for source in options:
-            if source in self._registered or source not in _BUILT_IN:
+            if not self.is_built_in(source):
                 raise ConfigError(
                     f"scorer_kwargs: the data source {source!r} has no built-in scorer "
-                    f"(known: {', '.join(sorted(_BUILT_IN))})"
+                    f"(known: {', '.join(self.sources)})"
                 )
         self._built_in = {
             source: BuiltInScorer(name, options.get(source, {}), where=f"scorer_kwargs for {source!r}")
@@ -163,31 +130,16 @@ class Router:
         }
 
     def __call__(self, *, data_source: str, **values: Any) -> Any:
-        scorer = self._registered.get(data_source)
-        if scorer is None:
-            if data_source not in self._built_in:
-                raise UnknownSourceError.of(data_source, self.sources)
-            return self._built_in[data_source](**values)
-        if isinstance(scorer, str):
-            scorer = load_backend(scorer)
-        function = self._functions.get(data_source) or _for_one_sample(scorer, data_source)
-        return function.function(**function.arguments({"data_source": data_source, **values}))
-
-    def require_columns(self, columns: Collection[str]) -> None:
-        """Raise ``ConfigError`` if a registered scorer needs an argument that is not there."""
-        for function in self._functions.values():
-            function.require(columns)
+        if not self.is_built_in(data_source):
+            raise UnknownSourceError.of(data_source, self.sources)
+        return self._built_in[data_source](**values)
 
     def require_ready(self, data_source: str, deadline_s: float) -> None:
         """Raise ``ConfigError`` if the source's scorer cannot work here, or not within the deadline."""
         if self.is_built_in(data_source):
             self._built_in[data_source].require_ready(deadline_s)
 
-    def is_built_in(self, data_source: str) -> bool:
-        """Return True if a built-in scorer, not a registered one, scores the source."""
-        return data_source in self._built_in and data_source not in self._registered
-
-    @property
-    def sources(self) -> list[str]:
-        """The data sources that have a scorer."""
-        return sorted({*_BUILT_IN, *self._registered})
+    @staticmethod
+    def is_built_in(data_source: str) -> bool:
+        """Return True if there is a scorer for the source."""
+        return data_source in _BUILT_IN
