@@ -68,7 +68,6 @@ class PrintableFormatter(logging.Formatter):
         self._words = words
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter.format``."""
         return printable(self._words(super().format(record)))
 
 

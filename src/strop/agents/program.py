@@ -129,7 +129,6 @@ class ProgramPool:
         return Started(process, name)
 
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.close()
 

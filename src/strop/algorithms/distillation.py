@@ -199,7 +199,6 @@ class _Forbidding(Blocks):
     """Logits in which -inf, a bias that forbids a word, is a finite number."""
 
     def logits(self, words: slice, *, keep: bool = False) -> Tensor:
-        """See ``Blocks.logits``."""
         logits_Nv = super().logits(words, keep=keep)
         return logits_Nv if self.layer.bias_V is None else logits_Nv.clamp_(min=_FORBIDDEN)
 

@@ -67,7 +67,6 @@ _FORWARD_NAMES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the configuration's arguments and ``--config-only`` to ``parser``."""
     add_train_arguments(parser)
     parser.add_argument(
         "--command", choices=TREES, default="train", help="command whose configuration is checked (train)"
@@ -440,7 +439,6 @@ def schedule_table(config: Config) -> Table:
 
 
 def memory_table(memory: Forecast) -> Table:
-    """Return a table of bytes by purpose."""
     sizes = {**memory.resident, **{f"during {name}": size for name, size in memory.phases.items()}}
     sizes["peak: all weights and the largest phase"] = memory.peak
     rows = {name: _size(size) for name, size in sizes.items()}
@@ -449,7 +447,6 @@ def memory_table(memory: Forecast) -> Table:
 
 
 def disk_table(samples: SampleFiles) -> Table:
-    """Return a table of the disk space of samples."""
     unknown = "unknown: all are kept, of an unknown number of iterations"
     rows = {
         "a file: the samples of one iteration": _size(samples.file),

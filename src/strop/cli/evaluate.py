@@ -13,7 +13,6 @@ from strop.trainer.evaluation import evaluate, settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop eval`` to ``parser``."""
     add = parser.add_argument
     add_model(parser)
     add(

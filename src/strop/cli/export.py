@@ -12,7 +12,6 @@ from strop.errors import CheckpointError, ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop export``."""
     parser.add_argument(
         "checkpoint",
         help="a run folder, whose newest model is taken, a global_step_N folder, the URL of one, or a "
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``strop export``; return 0."""
     given = [f"--{name}" for name in ("revision", "public") if getattr(arguments, name)]
     if arguments.push is None and given:
         raise ConfigError(f"{given[0]} counts with --push OWNER/NAME only")

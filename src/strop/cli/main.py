@@ -190,7 +190,6 @@ def _overview(arguments_of: str = "") -> argparse.ArgumentParser:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command."""
     command = _COMMANDS[name]
     parser = argparse.ArgumentParser(
         prog=f"strop {name}",

@@ -36,7 +36,6 @@ def serve_page(folders: Sequence[str], *, host: str, port: int | None, token: st
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop report``."""
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", help="run folders (trainer.default_local_dir)"
     )

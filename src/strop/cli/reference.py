@@ -19,7 +19,6 @@ _FOLDER = Path(__file__).parents[1] / "docs"
 
 
 def add_docs_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop docs``."""
     parser.add_argument("page", nargs="?", metavar="PAGE", help="name of a page (default: list the pages)")
 
 
@@ -46,7 +45,6 @@ def run_docs(arguments: argparse.Namespace) -> int:
 
 
 def add_keys_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop keys``."""
     parser.add_argument("words", nargs="+", metavar="WORD", help="beginning of a word in key or meaning")
     parser.add_argument("--command", choices=TREES, default="train", help="command with these keys (train)")
 

@@ -47,7 +47,6 @@ _WITHOUT_GROUND_TRUTH = ("format", "length")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop score`` to ``parser``."""
     parser.add_argument(
         "file",
         help="rows with an answer each: .parquet, .jsonl, .json, .csv, .tsv, owner/name:split",

@@ -29,7 +29,6 @@ _NAMES = {"actor_rollout_ref.model.path": "MODEL", "actor_rollout_ref.rollout.na
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop serve``."""
     add = parser.add_argument
     add_model(parser)
     add_address(parser, 8000, "use the model")

@@ -43,7 +43,6 @@ _SAMPLE_COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument(
         "run_dirs",
         metavar="RUN_DIR",

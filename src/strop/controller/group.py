@@ -149,7 +149,6 @@ class LocalWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """1."""
         return 1
 
     def address_for(self, other: Any) -> str | None:

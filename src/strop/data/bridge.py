@@ -293,7 +293,6 @@ def _common(one: str, other: str, *, from_end: bool = False) -> str:
 
 
 def tool_message(call: Call, text: str | list[Any]) -> dict[str, Any]:
-    """Return the message with the answer to a call."""
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 
 

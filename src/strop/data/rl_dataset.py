@@ -218,7 +218,6 @@ class RLHFDataset:
         return set(table.column(self.reward_fn_key).unique().to_pylist())
 
     def token_lengths(self) -> dict[str, TokenLengths]:
-        """See ``MeasuredDataset``."""
         own = None if self.pictures is None else self.pictures.tokens_of_rows()
         return {"prompt": TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT, own)}
 

@@ -171,7 +171,6 @@ def _require_json(tool: Callable[..., Any]) -> None:
 
 
 def _classes_in(hint: Any) -> list[type]:
-    """Return the classes in a type hint."""
     if typing.get_origin(hint) is typing.Literal:
         return []
     if inner := typing.get_args(hint):

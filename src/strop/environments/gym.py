@@ -59,7 +59,6 @@ class Gym:
         return found
 
     def close(self) -> None:
-        """Close the game."""
         self._game.close()
 
     def _shown(self, observation: Any) -> str:

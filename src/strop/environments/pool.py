@@ -135,7 +135,6 @@ class EnvironmentPool:
         return request.answer
 
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.close()
 

@@ -73,7 +73,6 @@ class PictureInputs(PassInputs):
     """Makes the embeddings that the pass goes on with from those of its tokens."""
 
     def packed(self, pack: Callable[[Tensor], Tensor]) -> Self:
-        """See ``PassInputs``."""
         planes = self.position_ids
         return replace(
             self,
@@ -88,12 +87,10 @@ class PictureInputs(PassInputs):
 
     @property
     def last_position(self) -> Tensor:
-        """See ``PassInputs``."""
         largest = super().last_position
         return largest if largest.dim() == 1 else largest.amax(dim=0)
 
     def arguments(self) -> dict[str, Any]:
-        """See ``PassInputs``."""
         return {**super().arguments(), **self.others, **self.of_tokens}
 
     def around(self, model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -219,11 +219,9 @@ class PendingSamples(PendingReward):
         )
 
     def cancel(self) -> None:
-        """Cancel scoring; the rewards will not be read."""
         self._job.cancel()
 
     def is_done(self) -> bool:
-        """Return True if all samples are scored."""
         return self._job.is_done()
 
     def outcomes(self) -> list[Outcome | None]:

@@ -147,7 +147,6 @@ class AgentRollout:
         weakref.finalize(self, self._server.close, wait=False)
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.close()
 
     def generate(
@@ -176,19 +175,15 @@ class AgentRollout:
             return self._queue.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See ``RolloutEngine.restore``."""
         self._queue.restore(state)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``."""
         self._engine.update_weights(weights, last=last)
 
     def checksums(self) -> dict[str, int] | None:
-        """See ``RolloutEngine.checksums``."""
         return self._engine.checksums()
 
     def release(self) -> None:
-        """See ``RolloutEngine.release``."""
         self._engine.release()
 
     def _begun(self, prompts: DataProto, params: SamplingParams) -> _Batch:
@@ -308,7 +303,6 @@ class AgentRollout:
         play.started = self._pool.start(f"{play.key}-{play.starts}", play.values, ended)
 
     def _take(self, play: _Play, outcome: Outcome) -> None:
-        """Take the end of a program."""
         session = play.session
         if "raised" in outcome:
             play.outcome = outcome
@@ -410,17 +404,15 @@ class AgentRollout:
 
 
 class _Handler:
-    """The endpoint's side of a rollout."""
+    """The ``Handler`` of the endpoint: its side of a rollout."""
 
     def __init__(self, rollout: AgentRollout) -> None:
         self._rollout = weakref.ref(rollout)
 
     def models(self) -> Sequence[str]:
-        """See ``Handler.models``."""
         return ["policy"]
 
     async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
-        """See ``Handler.answer``."""
         rollout, request = self._rollout(), read_request(body)
         if rollout is None:
             raise Refusal(403, "the run has ended")

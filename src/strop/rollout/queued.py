@@ -83,11 +83,9 @@ class QueuedRollout:
                 return arrived.get(timeout=_LOOK_S)
 
     def in_flight(self) -> dict[str, Any]:
-        """See ``RolloutEngine.in_flight``."""
         return self._queue.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See ``RolloutEngine.restore``."""
         self._queue.restore(state)
 
     @contextlib.contextmanager

@@ -105,7 +105,6 @@ class WeightLedger:
 
     @property
     def names(self) -> Set[str]:
-        """Names of all weights."""
         return self._shapes.keys()
 
     def begin(self) -> None:

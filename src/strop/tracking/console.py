@@ -75,15 +75,12 @@ class Tables:
 
     @property
     def console(self) -> Console:
-        """Console for the tables."""
         return plain_console()
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Print a validation's tables."""
         self.console.print(_validation(step, report))
 
     def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
-        """Print the table of token lengths."""
         self.console.print(lengths_table(columns))
 
 
@@ -116,7 +113,6 @@ class PlainLines(Tables):
         self.log_progress = self._lines.show
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line."""
         figures = {line.short: metrics[line.metric] for line in headlines([metrics]) if line.short}
         figures |= {f"val {source}": score for source, score in validation_scores(metrics).items()}
         parts = [f"{label} {format_number(value)}" for label, value in figures.items()]

@@ -30,7 +30,6 @@ def agg_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write ``path`` atomically and return it."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=130)
     return path

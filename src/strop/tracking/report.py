@@ -58,7 +58,6 @@ class ShownSample:
     score: float
 
     def figures(self) -> dict[str, float]:
-        """Return the score."""
         return {"score": self.score}
 
     def texts(self) -> tuple[str | None, ...]:
@@ -83,7 +82,6 @@ class ShownPair:
     rejected_score: float
 
     def figures(self) -> dict[str, float]:
-        """Return both scores."""
         return {"chosen": self.chosen_score, "rejected": self.rejected_score}
 
     def texts(self) -> tuple[str | None, ...]:

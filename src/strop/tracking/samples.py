@@ -43,7 +43,6 @@ _TOKENS_OF_A_GROUP = 1 << 18
 
 
 def step_file(folder: Path, step: int, suffix: str = ".parquet") -> Path:
-    """Return the path of the file of a step."""
     return folder / f"step_{step:06d}{suffix}"
 
 

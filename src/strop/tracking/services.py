@@ -70,7 +70,6 @@ class ServiceTracker:
         raise NotImplementedError
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record all metrics of ``step``."""
         self._run.log(dict(metrics), step=step)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
@@ -83,7 +82,6 @@ class ServiceTracker:
         raise NotImplementedError
 
     def log_image(self, step: int, name: str, path: Path) -> None:
-        """Record the picture."""
         self.log(step, {name: self._package.Image(str(path))})
 
     def close(self) -> None:
@@ -254,7 +252,6 @@ class MlflowTracker(ServiceTracker):
             self._client.log_dict(self._id, rows, f"{report.shown_name}/step_{step:06d}.json")
 
     def log_image(self, step: int, name: str, path: Path) -> None:
-        """Send the picture."""
         self._client.log_artifact(self._id, str(path), name)
 
     def _end(self, error: BaseException | None) -> None:
@@ -291,7 +288,6 @@ class TensorboardTracker:
             self._writer.flush()
 
     def log_image(self, step: int, name: str, path: Path) -> None:
-        """Write the picture into the event file."""
         from matplotlib.image import imread
 
         self._writer.add_image(name, imread(path)[:, :, :3], global_step=step, dataformats="HWC")

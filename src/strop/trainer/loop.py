@@ -290,7 +290,6 @@ class Run(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state returned by ``state_dict``."""
         trainer = self.trainer
         trainer.global_step = int(state["global_step"])
         if not self.settings.val_only:

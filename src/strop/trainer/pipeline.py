@@ -65,7 +65,6 @@ class BatchAhead:
         return self.is_done() and self.samples(ppo, timer=PhaseTimer()).is_scored()
 
     def cancel(self) -> None:
-        """Cancel scoring."""
         self._source.cancel()
 
 

@@ -38,7 +38,6 @@ class Progress:
         self._begins: deque[float] = deque(maxlen=11)
 
     def begin(self, step: int, steps: int) -> None:
-        """Begin iteration ``step`` of ``steps``."""
         self._step, self._steps = step, steps
         self._begins.append(time.perf_counter())
 

@@ -81,18 +81,16 @@ class _Chat:
 
 
 class _Handler:
-    """Requests of clients, for the thread that samples."""
+    """The ``Handler`` of requests of clients, for the thread that samples."""
 
     def __init__(self, name: str, form: ChatFormat, params: SamplingParams) -> None:
         self._name, self._form, self._params = name, form, params
         self._arrived = queue.SimpleQueue[_Chat]()
 
     def models(self) -> Sequence[str]:
-        """See ``Handler.models``."""
         return [self._name]
 
     async def answer(self, key: str, body: dict[str, Any], retry: int | None, mark: str | None) -> Reply:
-        """See ``Handler.answer``."""
         request = read_request(body, seeded=True)
         temperature = request.sampling.get("temperature", self._params.temperature)
         top_p, seed = request.sampling.get("top_p", self._params.top_p), body.get("seed")

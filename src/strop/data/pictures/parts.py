@@ -88,7 +88,6 @@ def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_parts(content: str | list[Any]) -> list[Any]:
-    """Return a content as a list of parts."""
     return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
 
 

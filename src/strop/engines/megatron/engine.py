@@ -48,7 +48,7 @@ Columns = Mapping[str, Tensor]
 
 
 class MegatronEngine:
-    """Hold this rank's part of one model; without an optimizer, only infer."""
+    """The ``Engine`` of this rank's part of one model; without an optimizer, only infer."""
 
     def __init__(self, model: ModelSpec, spec: EngineSpec) -> None:
         """Build the model and read its weights. Collective.
@@ -188,7 +188,6 @@ class MegatronEngine:
         ranks.raise_together(error)
 
     def set_config(self, entries: Mapping[str, Any]) -> None:
-        """See ``Engine.set_config``."""
         set_entries(self.module.hugging_face_model.config, entries)
 
     def _autocast(self) -> Any:
@@ -299,7 +298,6 @@ class MegatronEngine:
     def forward_backward(
         self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
     ) -> dict[str, float]:
-        """See ``Engine.forward_backward``."""
         options.pop("with_full_kl", None)
         self.module.train()
         batch = DataProto(batch.batch)
@@ -337,14 +335,12 @@ class MegatronEngine:
         return from_last_stage(value)
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
-        """See ``Engine.optimizer_step``."""
         if self._optimizer is None:
             raise RuntimeError("this engine was built without an optimizer")
         return self._optimizer.step(learning_rate)
 
     @contextlib.contextmanager
     def on_device(self) -> Generator[None]:
-        """See ``Engine.on_device``."""
         yield
 
     def base_model(self) -> contextlib.AbstractContextManager[None]:
@@ -354,24 +350,19 @@ class MegatronEngine:
     def named_weights(
         self, *, as_saved: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See ``Engine.named_weights``."""
         weights = self._weights.whole(lambda parameter: parameter.detach().to(dtype), dtype)
         yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
-        """See ``Engine.save``."""
         self._checkpoints.save(folder, background=background)
 
     def save_is_done(self) -> bool:
-        """See ``Engine.save_is_done``."""
         return self._checkpoints.saving.is_done()
 
     def finish_save(self) -> None:
-        """See ``Engine.finish_save``."""
         self._checkpoints.saving.finish()
 
     def load(self, folder: Path) -> None:
-        """See ``Engine.load``."""
         self._checkpoints.load(folder)
 
     def export(
@@ -383,7 +374,6 @@ class MegatronEngine:
         merged: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """See ``Engine.export``."""
         del merged  # there are no adapters
         tensors = self.named_weights(as_saved=True) if weights else None
         write_folder(folder, self.module.hugging_face_model, tokenizer, self.module.layout, tensors, dtype)

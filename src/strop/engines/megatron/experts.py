@@ -101,7 +101,6 @@ class ExpertLayer(TransformerLayer):
     """A layer whose router is given the micro-batch, also when the layer is computed again."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """See ``TransformerLayer``."""
         self.mlp.router.row = options["packed_seq_params"]
         return super().forward(*args, **options)
 

@@ -43,7 +43,6 @@ class VocabularyShard:
         self._group = group if group.size() > 1 else None
 
     def current(self) -> OutputLayer:
-        """See ``LogitProjection.current``."""
         return OutputLayer(self._weight(), first_word=self._first_word, group=self._group)
 
 

@@ -85,7 +85,7 @@ def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSo
 
 
 class TorchEngine:
-    """Hold one model, or this rank's part of it; without an optimizer, only infer."""
+    """The ``Engine`` of one model, or of this rank's part of it; without an optimizer, only infer."""
 
     def __init__(
         self,
@@ -257,11 +257,9 @@ class TorchEngine:
 
     @property
     def shareable_model(self) -> PreTrainedModel | None:
-        """See ``Engine.shareable_model``."""
         return None if self._sharded else self.module.hugging_face_model
 
     def set_config(self, entries: Mapping[str, Any]) -> None:
-        """See ``Engine.set_config``."""
         set_entries(self.module.hugging_face_model.config, entries)
 
     def _low_precision(self) -> contextlib.AbstractContextManager[None]:
@@ -314,7 +312,6 @@ class TorchEngine:
     def forward_backward(
         self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
     ) -> dict[str, float]:
-        """See ``Engine.forward_backward``."""
         self._offload.bring_parameters()
         self.module.train()
         batch = DataProto(batch.batch)  # as in infer
@@ -350,7 +347,6 @@ class TorchEngine:
         return value
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
-        """See ``Engine.optimizer_step``."""
         if self._optimizer is None or self._settings is None:
             raise RuntimeError("this engine was built without an optimizer")
         if self._has_pictures:
@@ -371,7 +367,6 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def on_device(self) -> Generator[None]:
-        """See ``Engine.on_device``."""
         self._offload.bring_parameters()
         try:
             yield
@@ -379,33 +374,27 @@ class TorchEngine:
             self._offload.park_parameters()
 
     def base_model(self) -> contextlib.AbstractContextManager[None]:
-        """See ``Engine.base_model``."""
         return contextlib.nullcontext() if self.module.adapters is None else self.module.adapters.off()
 
     def named_weights(
         self, *, as_saved: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See ``Engine.named_weights``."""
         gather = partial(whole, dtype=dtype) if self.module.adapters is None else whole  # merged in float32
         with self.on_device():
             weights = _converted(self.module.export_weights(gather), dtype)
             yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
-        """See ``Engine.save``."""
         start = partial(state.save, self.module, self._optimizer, folder, background=background)
         self._saving.begin(start, folder)
 
     def save_is_done(self) -> bool:
-        """See ``Engine.save_is_done``."""
         return self._saving.is_done()
 
     def finish_save(self) -> None:
-        """See ``Engine.finish_save``."""
         self._saving.finish()
 
     def load(self, folder: Path) -> None:
-        """See ``Engine.load``."""
         self._saving.wait()
         state.load(self.module, self._optimizer, folder)
 
@@ -418,7 +407,6 @@ class TorchEngine:
         merged: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """See ``Engine.export``."""
         model, adapters, layout = self.module.hugging_face_model, self.module.adapters, self.module.layout
         if adapters is None or merged:
             tensors = self.named_weights(as_saved=True) if weights else None

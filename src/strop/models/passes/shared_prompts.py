@@ -45,7 +45,6 @@ class Run:
     begin_together: bool = True
 
     def add(self, row: int, first: int, end: int) -> None:
-        """Add a piece."""
         self.begin_together &= first == self.firsts[0]
         self.rows.append(row)
         self.firsts.append(first)

@@ -162,7 +162,6 @@ class Pipe:
         os.close(self.writer)
 
     def close(self) -> None:
-        """Close both ends."""
         while self._open:
             os.close(self._open.pop())
 

@@ -56,11 +56,9 @@ class Feed:
         return feed
 
     def add(self, make: Maker) -> None:
-        """Append a sample."""
         self._makers.put(make)
 
     def end(self) -> None:
-        """Mark the feed as complete."""
         self._makers.put(None)
 
     def cancel(self) -> None:

@@ -107,7 +107,6 @@ class HFRollout(QueuedRollout):
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFRollout:
-        """See ``RolloutEngine.build``."""
         if spec.shared_model is None:
             raise RuntimeError("HFRollout generates on the actor's module, and this spec has none")
         return cls(
@@ -137,7 +136,6 @@ class HFRollout(QueuedRollout):
 
     @contextlib.contextmanager
     def waves(self, params: SamplingParams, *, keeps: bool = False) -> Generator[Wave]:
-        """See ``QueuedRollout.waves``."""
         kept = Kept() if keeps else None
         with torch.no_grad(), self._ready(params):
             yield lambda batches, version: self._decode(batches, version, None, kept)

@@ -52,7 +52,6 @@ class HFReplica(HFRollout):
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFReplica:
-        """See ``RolloutEngine.build``."""
         from strop.rollout.hf.kind import KIND  # needs pydantic, which the replica does not
 
         model, source = defer_causal_lm(**spec.model)
@@ -74,7 +73,6 @@ class HFReplica(HFRollout):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``."""
         if not self._ledger.open:
             self._ledger.begin()
             if next(self.model.parameters()).is_meta:
@@ -89,11 +87,9 @@ class HFReplica(HFRollout):
             self._ledger.end()
 
     def checksums(self) -> dict[str, int]:
-        """See ``RolloutEngine.checksums``."""
         return checksums(self._layout.convert(self.model.named_parameters()), self._dtype)
 
     def release(self) -> None:
-        """See ``RolloutEngine.release``."""
         self._ledger.forget()
         _replace_parameters(self.model, lambda weight: weight.to("meta"))
 

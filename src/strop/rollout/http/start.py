@@ -104,7 +104,6 @@ class OwnServer:
 
     @property
     def has_ended(self) -> bool:
-        """True if its process has ended."""
         return self._guard.poll() is not None
 
     def last_lines(self) -> str:

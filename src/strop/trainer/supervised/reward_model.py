@@ -52,7 +52,6 @@ class PairTrainer(SupervisedTrainer[Pairs]):
 
     @property
     def answer_keys(self) -> dict[str, str]:
-        """See ``SupervisedTrainer``."""
         return {"chosen": self.config.data.chosen_key, "rejected": self.config.data.rejected_key}
 
     def denominators(self, batch: DataProto) -> dict[str, float]:

@@ -24,7 +24,6 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
 
     @property
     def answer_keys(self) -> dict[str, str]:
-        """See ``SupervisedTrainer``."""
         return {"response": self.config.data.response_key}
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
