@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ from strop.config.schema.base import FILES, Section
 from strop.config.trees import TREES
 
 KEYWORDS = Path(__file__).parents[1] / "src/strop/keywords.py"
+API = KEYWORDS.with_name("api.py")
 ARGUMENTS = {
     "train": {
         "Evaluate": (
@@ -79,7 +81,7 @@ class Field(NamedTuple):
 
 
 def keywords() -> str:
-    """Return the module: a class for each section of each tree, equal ones once."""
+    """Return the module: a class for each section of each tree that a function takes, equal ones once."""
     classes: dict[str, str] = {}
     for command, tree in TREES.items():
         name = "".join(word.capitalize() for word in command.split("-"))
@@ -96,8 +98,9 @@ def keywords() -> str:
             own = [field for field in fields if field.name not in (*arguments, *(one.name for one in known))]
             base = _class(f"{function}Keys", f"Further keys of ``strop {command}``.", own, classes, base=base)
             known += own
-    bodies = (f"class {name}{body}" for body, name in classes.items())
-    return _formatted("\n\n".join([HEAD, *bodies]))
+    bodies = [f"class {name}{body}" for body, name in classes.items()]
+    used = set(re.findall(r"\w+", f"{API.read_text()} {' '.join(classes)}"))
+    return _formatted("\n\n".join([HEAD, *(body for body in bodies if body.split("(")[0][6:] in used)]))
 
 
 def _below(section: type[Section], name: str, classes: dict[str, str]) -> list[Field]:
@@ -127,13 +130,13 @@ def _class(
 ) -> str:
     """Add a class unless an equal one is there; return the name of the one that is.
 
-    Its base is that of the ``section`` whose fields it all has, with the same types and documentation.
+    Its base is that of the ``section`` whose fields it all has, with the same types.
     """
     inherited = list[Field]()
     for parent in section.__mro__[1:]:
         if issubclass(parent, Section) and parent is not Section and len(parent.__subclasses__()) > 1:
             shared = _below(parent, name, dict(classes))
-            if set(shared) <= set(fields):
+            if {field[:2] for field in shared} <= {field[:2] for field in fields}:
                 own = parent.__name__.removesuffix("Config") + "Keys"
                 inherited, base = shared, _class(own, _first_line(parent), shared, classes, parent)
                 break

@@ -580,47 +580,11 @@ class TrainActorRolloutRef(TypedDict, total=False):
     """Generation of responses, and the log-probs of what was generated."""
 
 
-class TrainCriticModel(TypedDict, total=False):
+class TrainCriticModel(ModelKeys, total=False):
     """The model under the value head."""
 
     path: str | Path
     """Hugging Face model whose body the critic starts from."""
-    external_lib: str | Sequence[str] | None
-    """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
-    override_config: Mapping[str, Any]
-    """Values laid over the model's config.json, for example a dropout rate."""
-    enable_gradient_checkpointing: Literal["selective"] | bool
-    """Recompute activations in the backward pass; selective: all but matrix products and attention."""
-    use_remove_padding: Literal["auto"] | bool
-    """Pack sequences without padding: the same numbers in less time; auto: where the model supports it."""
-    trust_remote_code: bool
-    """Run Python code that comes with the model."""
-    attn_implementation: (
-        Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None
-    )
-    """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"]
-    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
-    compile: Literal["auto"] | bool
-    """Compile the decoder layers for log-probs and updates (strop docs speed); auto: on a GPU."""
-    use_liger: bool
-    """A key of verl: the modules of the package liger_kernel."""
-    lora_rank: int
-    """Train LoRA adapters of this rank on frozen weights; 0: train the weights (strop docs lora)."""
-    lora_alpha: float
-    """Adapters are scaled by lora_alpha / lora_rank."""
-    target_modules: str | Sequence[str]
-    """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
-    exclude_modules: str | Sequence[str] | None
-    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
-    modules_to_save: Sequence[str]
-    """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
-    lora_adapter_path: str | Path | None
-    """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
-    lora_merge: bool
-    """Write final_model as a whole model with the adapters merged in, not as an adapter."""
-    freeze: Sequence[Literal["encoder", "projector"]]
-    """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
     tokenizer_path: str | Path
     """Tokenizer that is saved next to the critic's checkpoint."""
     fsdp_config: TrainActorRolloutRefActorFsdpConfig
@@ -791,70 +755,6 @@ class TrainTeacher(TypedDict, total=False):
     """Environment variable with the servers' token."""
     megatron: TrainActorRolloutRefActorMegatron
     """Layout of a model with strategy=megatron; roles in one pool have the same."""
-
-
-class TrainEnvironment(TypedDict, total=False):
-    """A class of yours, or tools, that answer the policy's turns; see strop docs environments."""
-
-    path: Mapping[str | Path, Any]
-    """file.py:Class, gym:ID, mcp:COMMAND, mcp:URL; or {name: one of these}, by the column `environment`."""
-    tools: Sequence[str]
-    """Further tools: file.py:function, file.py:Class, python (the sandbox), mcp:COMMAND, mcp:URL."""
-    max_turns: int
-    """Turns of the policy; the calls of the last one are run, and its answers are not inserted."""
-    turn_length: int | None
-    """Longest turn, in tokens; null: as long as data.max_response_length, which counts the answers, too."""
-    answer_length: int
-    """Longest answer, in tokens; a longer one is cut in the middle, with a note."""
-    parser: str
-    """Notation of calls: auto (as the chat template writes them), a name, or file.py:function."""
-    answer_role: Literal["auto", "tool", "user"]
-    """Role of a tool's answer; auto: tool. user: for chat templates that show no answers of tools."""
-    timeout: float
-    """Seconds that a method may take before its process is ended."""
-    seed: Literal["prompt", "sample"]
-    """Seed that `reset` gets: one for all samples of a prompt, or one for each sample."""
-    error: Literal["tell", "end"]
-    """Result of a method's error: one line that the policy reads, or the end of the sample."""
-    malformed: Literal["tell", "end"]
-    """The same for a call that cannot be read, or that does not fit the tool."""
-    replay: Literal["check", "recorded"]
-    """Answers of an environment that is rebuilt: an error where they differ, or those that were recorded."""
-    processes: int
-    """Processes for environments, on each rank of the rollout."""
-    concurrency: int
-    """Methods that run in a process at the same time."""
-    memory_limit_mb: int | None
-    """Limit of a process's private memory, and of each that it starts, in MiB; null: none."""
-
-
-class TrainAgent(TypedDict, total=False):
-    """A program of yours that samples from the policy through an endpoint; see strop docs agents."""
-
-    path: str | Path | None
-    """Program of each sample: file.py:run, as run(row, base_url, api_key); it may be async."""
-    command: str | None
-    """The same as a shell command: OPENAI_BASE_URL, OPENAI_API_KEY, the row as JSON on its input."""
-    parser: str
-    """Notation of tool calls: auto (as the chat template writes them), a name, or file.py:function."""
-    concurrency: int | None
-    """Programs that run at the same time on each rank; null: all, of a command 16."""
-    lockstep: bool
-    """Sample once every running program waits for an answer: equal log-probs whatever their delays."""
-    max_calls: int
-    """Answers that a program may ask for."""
-    timeout: float
-    """Total seconds that a program may take between its calls before its sample is lost."""
-    replay: Literal["fresh", "check"]
-    """Program that asks otherwise when it is started again: it goes on from there, or is an error."""
-    processes: int
-    """Processes for programs, on each rank of the rollout."""
-    memory_limit_mb: int | None
-    """Limit of a process's private memory, and of each that it starts, in MiB; null: none."""
-    host: str
-    """Address on which the endpoint listens."""
-    port: int
-    """Its port on the first rank, one more on each further rank; 0: a free one."""
 
 
 class TrainAlgorithmKlCtrl(TypedDict, total=False):
