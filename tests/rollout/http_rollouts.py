@@ -92,7 +92,7 @@ def episodes_of(kind: type, **settings: Any) -> Episodes:
     assert environments is not None
     whole = config.model_copy(update={"environment": section})
     form = TurnFormat(whole, environments, tiny_model.build_tokenizer(), [EOS])
-    return Episodes(environments, section, form, EnvironmentPool.of(environments, section))
+    return Episodes(environments, section, form, EnvironmentPool(environments, section))
 
 
 def counts(rollout: Any) -> dict[str, float]:

@@ -68,7 +68,7 @@ def _episodes(environment: type = Replies) -> Episodes:
         environments = load_environments(section)
     assert environments is not None
     form = TurnFormat(config.model_copy(update={"environment": section}), environments, tokenizer, [EOS])
-    return Episodes(environments, section, form, EnvironmentPool.of(environments, section))
+    return Episodes(environments, section, form, EnvironmentPool(environments, section))
 
 
 def _prompts(delay: float, number: int = 0) -> DataProto:

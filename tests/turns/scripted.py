@@ -73,7 +73,7 @@ class Script:
         config = load_config([*KEYS, f"data.truncation={truncation}"])
         config = config.model_copy(update={"environment": settings_of(**settings)})
         self.form = TurnFormat(config, environments, self.tokenizer, [STOP])
-        self.pool = EnvironmentPool.of(environments, config.environment)
+        self.pool = EnvironmentPool(environments, config.environment)
         self.episodes = Episodes(environments, config.environment, self.form, self.pool)
         self.scripts, self.turn = scripts, [0] * len(scripts)
         prompts = len(scripts) // n

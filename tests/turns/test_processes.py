@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import sqlite3
-import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from strop.environments.pool import EnvironmentPool, Request
 from strop.errors import RewardError
 
-from scripted import Script, answers, call, ended_by, environments_of
+from scripted import Script, answers, call, ended_by, environments_of, settings_of
 
 LONGEST_S = 60
 """Until a test that waits for ever fails."""
@@ -41,7 +41,7 @@ def _request(number: int = 0, **content) -> Request:
 
 
 def test_requests_are_answered_by_an_error_if_no_process_starts():
-    pool = EnvironmentPool(b"no pickle", sys.path)
+    pool = EnvironmentPool(replace(environments_of(own=Slow), blueprint=b"no pickle"), settings_of())
     for number in range(2):  # the first one, too, and one that comes after the error
         with pytest.raises(RewardError, match="environment cannot be loaded"):
             pool.submit(_request(number)).result(LONGEST_S)
@@ -49,7 +49,7 @@ def test_requests_are_answered_by_an_error_if_no_process_starts():
 
 
 def test_requests_without_an_answer_end_with_their_pool():
-    pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
+    pool = EnvironmentPool(environments_of(own=Slow), settings_of())
     calls = [{"name": "wait", "arguments": {"seconds": LONGEST_S}}]
     answer = pool.submit(_request(turn=_TURN | {"calls": calls}))
     time.sleep(0.1)
@@ -59,7 +59,7 @@ def test_requests_without_an_answer_end_with_their_pool():
 
 
 def test_a_pool_that_is_dropped_ends_its_processes():
-    pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
+    pool = EnvironmentPool(environments_of(own=Slow), settings_of())
     pool.submit(_request()).result(LONGEST_S)
     (process,) = pool._processes
     child, thread = process._child, process._thread
@@ -71,7 +71,7 @@ def test_a_pool_that_is_dropped_ends_its_processes():
 
 @pytest.mark.parametrize("n_requests", [1, 2])
 def test_a_process_that_is_killed_from_outside_changes_no_answer(n_requests):
-    pool = EnvironmentPool(environments_of(own=Slow).blueprint, sys.path)
+    pool = EnvironmentPool(environments_of(own=Slow), settings_of())
     calls = [{"name": "wait", "arguments": {"seconds": 1.0}}]
     asked = [pool.submit(_request(number, turn=_TURN | {"calls": calls})) for number in range(n_requests)]
     (process,) = pool._processes
@@ -151,7 +151,7 @@ class Bound:
 
 
 def test_the_stacks_of_many_samples_are_not_of_the_limit_of_memory():
-    pool = EnvironmentPool(environments_of(own=Bound).blueprint, sys.path, memory_limit_mb=256)
+    pool = EnvironmentPool(environments_of(own=Bound), settings_of(memory_limit_mb=256))
     begun = [pool.submit(Request(f"e{number}", {}, 0, [], {})) for number in range(400)]
     assert [one.result(LONGEST_S).get("failed") for one in begun] == [None] * 400
     turn = _TURN | {"calls": [{"name": "meet", "arguments": {"calls": 64}}]}

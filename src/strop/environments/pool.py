@@ -72,38 +72,17 @@ def row_of(columns: Mapping[str, Any], images: Iterable[int] | None = None) -> d
 
 
 class EnvironmentPool:
-    """Run episodes in ``processes`` killable processes."""
+    """Run episodes in killable processes."""
 
-    def __init__(
-        self,
-        blueprint: bytes,
-        search_path: Sequence[str],
-        *,
-        processes: int = 1,
-        concurrency: int = 64,
-        timeout_s: float = 30.0,
-        memory_limit_mb: int | None = None,
-    ) -> None:
-        """``blueprint`` is pickled; ``search_path`` is ``sys.path`` of the processes."""
-        setup = pickle.dumps((list(search_path), blueprint))
-        self._processes = [_Process(setup, concurrency, timeout_s, memory_limit_mb) for _ in range(processes)]
+    def __init__(self, environments: Environments, settings: EnvironmentConfig) -> None:
+        """Start nothing before the first request; ``settings`` is the section ``environment``."""
+        setup = pickle.dumps((environments.search_path, environments.blueprint))
+        self._processes = [_Process(setup, settings) for _ in range(settings.processes)]
         for process in self._processes:
             # a rollout that is dropped, as at the end of ``strop.train``, leaves no process behind
             weakref.finalize(self, process.submit, None).atexit = False
         self._place: dict[str, int] = {}
         self._n_begun = 0
-
-    @classmethod
-    def of(cls, environments: Environments, settings: EnvironmentConfig) -> EnvironmentPool:
-        """Return the pool for the section ``environment``."""
-        return cls(
-            environments.blueprint,
-            environments.search_path,
-            processes=settings.processes,
-            concurrency=settings.concurrency,
-            timeout_s=settings.timeout,
-            memory_limit_mb=settings.memory_limit_mb,
-        )
 
     def try_reset(self, rows: Iterable[Mapping[str, Any]]) -> str:
         """Begin and close an episode of the first of ``rows`` that allows it; return the text of ``reset``.
@@ -142,9 +121,9 @@ class EnvironmentPool:
 class _Process:
     """A process with the thread that talks to it."""
 
-    def __init__(self, setup: bytes, concurrency: int, timeout_s: float, memory_limit_mb: int | None) -> None:
-        self._setup, self._concurrency, self._timeout_s = setup, concurrency, timeout_s
-        self._memory_limit_mb = memory_limit_mb
+    def __init__(self, setup: bytes, settings: EnvironmentConfig) -> None:
+        self._setup, self._memory_limit_mb = setup, settings.memory_limit_mb
+        self._concurrency, self._timeout_s = settings.concurrency, settings.timeout
         self._arrived: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._suspects: deque[Request] = deque()

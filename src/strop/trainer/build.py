@@ -461,7 +461,7 @@ def try_reset(trainer: RayPPOTrainer) -> str:
     rows = [row_of({**row, "uid": "0"}, _images_of(row)) for row in itertools.islice(_rows(trainer), 2)]
     for row in rows:
         del row["input_ids"]
-    pool = EnvironmentPool.of(trainer.environments, trainer.config.environment)
+    pool = EnvironmentPool(trainer.environments, trainer.config.environment)
     with contextlib.closing(pool):
         return pool.try_reset(rows)
 

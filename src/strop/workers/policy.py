@@ -180,7 +180,7 @@ class ActorRolloutRefWorker(RoleWorker):
         if (template := chat_template_of(config.data)) is not None:
             tokenizer.chat_template = template
         if self.environments is not None:
-            environments = self._pool = EnvironmentPool.of(self.environments, config.environment)
+            environments = self._pool = EnvironmentPool(self.environments, config.environment)
         if self.program is not None:
             programs = self._pool = ProgramPool(self.program, config.agent)
         model = self.model_options(self.section.model, weights=loads_policy(config))
