@@ -69,12 +69,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, Function]:
-    """Return the function of every part with a scorer. Raises ``ConfigError`` for wrong names or options."""
-    return {name: _scorer(name, part) for name, part in parts.items() if part.scorer is not None}
-
-
 def _scorer(name: str, part: RewardPart) -> Function:
+    """Return the function of a part with a scorer. Raises ``ConfigError`` for a wrong name or options."""
     key, scorer = f"{KEY}.{name}.scorer", part.scorer
     if callable(scorer):
         return Function(scorer, key, part.kwargs)
@@ -281,7 +277,11 @@ class RewardManager(Reward):
             penalty_reward_value=penalty_reward_value,
             min_response_length=min_response_length,
         )
-        self._part_scorers = part_scorers(self.composition.parts)
+        self._part_scorers = {
+            name: _scorer(name, part)
+            for name, part in self.composition.parts.items()
+            if part.scorer is not None
+        }
         self.scorer = Scorer(own, self._part_scorers)
         self._budget = ErrorBudget(max_error_rate)  # of functions
         self._final_budget = ErrorBudget(max_error_rate)  # also of what is added to their scores
