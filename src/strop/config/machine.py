@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -46,8 +45,12 @@ def usable_cores() -> int:
 
 def machine_memory() -> int:
     """Return the bytes of memory that this process may use: all, or the limit of its control group."""
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([installed, *_group_limits()])
+    return min([installed_memory(), *_group_limits()])
+
+
+def installed_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _group_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = _GROUPS) -> Iterator[int]:
@@ -68,13 +71,18 @@ def _group_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = _GR
 @cache
 def gpu_memory() -> int | None:
     """Return the bytes of the smallest GPU that this process may use; None if nvidia-smi does not tell."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["-i", chosen]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    sizes = described_gpus("memory.total", ",nounits", *(["-i", chosen] if chosen else []))
+    with contextlib.suppress(ValueError):  # none, or one that has no number
+        return min(int(size) << 20 for size in sizes)
+    return None
+
+
+def described_gpus(what: str, form: str = "", *options: str) -> list[str]:
+    """Return a line of nvidia-smi for each GPU; none without it. CUDA itself would take memory."""
+    command = ["nvidia-smi", f"--query-gpu={what}", f"--format=csv,noheader{form}", *options]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        return min(int(line) << 20 for line in told.splitlines())
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in told.splitlines() if line.strip()]

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from strop.config.backends import ENGINES, ROLLOUTS
-from strop.config.machine import usable_cores
+from strop.config.machine import described_gpus, installed_memory, usable_cores
 from strop.redaction import redacted
 
 MACHINE_FILE = "machine.jsonl"
 _PACKAGES = ("strop", "torch", "transformers", "ray", "pyarrow", "numpy")
-_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
 def record_start(folder: Path, *, step: int, steps: int, **more: str) -> None:
@@ -41,8 +38,8 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _processor(),
         "cores": usable_cores(),
-        "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "memory_gib": round(installed_memory() / (1 << 30), 1),
+        "gpus": described_gpus("name,memory.total,driver_version"),
         "python": platform.python_version(),
         "packages": _versions(),
         "command": redacted(sys.argv),
@@ -56,22 +53,6 @@ def _processor() -> str:
             return next(names, platform.machine())
     except OSError:
         return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1)
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _gpus() -> list[str]:
-    """Return name, memory and driver of each GPU; by a tool, as CUDA would take memory on the driver."""
-    try:
-        found = subprocess.run(_SMI, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
 
 
 def _versions() -> dict[str, str]:
