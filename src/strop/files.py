@@ -1,13 +1,15 @@
-"""Files that are whole or absent: written next to their place and moved there by one rename."""
+"""Files that are whole or absent: written next to their place and moved there by one rename; and JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -42,6 +44,15 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Replace the file by ``text`` (UTF-8) in one step."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file; an empty one if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def crash_point(name: str, iteration: int) -> None:

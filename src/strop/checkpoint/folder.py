@@ -6,8 +6,6 @@ A checkpoint is written to ``global_step_N.tmp``; its manifest lists every file 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import shlex
@@ -18,7 +16,7 @@ from pathlib import Path
 from strop import manifest
 from strop.config.paths import ADAPTER_CONFIG, runs_near
 from strop.errors import CheckpointError
-from strop.files import atomic_write_text, crash_point
+from strop.files import atomic_write_text, crash_point, read_json
 from strop.manifest import MANIFEST, TRAINER_STATE, Entry, Manifest
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import VALIDATION_PREFIX
@@ -101,11 +99,11 @@ def source_in(
 def auto_class(folder: Path) -> str:
     """Return the class of transformers that loads a folder with a model, or with an adapter of one."""
     found = architecture_of(folder)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        adapter = json.loads((folder / ADAPTER_CONFIG).read_text())
-        found = str(adapter["task_type"])
-        if found != "SEQ_CLS" and (base := Path(adapter["base_model_name_or_path"])).is_dir():
-            return auto_class(base)
+    adapter = read_json(folder / ADAPTER_CONFIG)
+    if "task_type" in adapter:
+        found, base = str(adapter["task_type"]), adapter.get("base_model_name_or_path")
+        if found != "SEQ_CLS" and base and Path(base).is_dir():
+            return auto_class(Path(base))
     if found.endswith("ForSequenceClassification") or found == "SEQ_CLS":
         return "AutoModelForSequenceClassification"
     reads_pictures = found.endswith("ForConditionalGeneration")
@@ -123,9 +121,8 @@ def defined_by_strop(folder: Path) -> bool:
 
 def architecture_of(folder: Path) -> str:
     """Return the class that the configuration in a folder names; "" if there is none."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return str(json.loads((folder / "config.json").read_text())["architectures"][0])
-    return ""
+    names = read_json(folder / "config.json").get("architectures")
+    return str(names[0]) if names and isinstance(names, list) else ""
 
 
 def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path:
@@ -279,10 +276,7 @@ def iteration_of(source: Path) -> int | None:
     """Return the iteration of a checkpoint, by its name, or of a ``final_model``; None if it is not known."""
     if steps := steps_in([source.name]):
         return steps[0]
-    try:
-        return int(json.loads((source / TRAINER_STATE).read_text())["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_json(source / TRAINER_STATE).get("global_step")
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
 from strop.errors import ConfigError, nearest
+from strop.files import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter, as peft writes it."""
@@ -154,10 +154,7 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of_adapter(folder: Path) -> str | None:
     """Return the path of an adapter's base model; None if its file names none."""
-    try:
-        return json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        return None
+    return read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
 
 
 def instead_of_adapter(key: str, path: str | Path) -> str:

@@ -22,6 +22,7 @@ from transformers import (
 
 from strop.config.paths import gguf_files, reason_no_model
 from strop.errors import ConfigError, MissingExtraError, ModelError, did_you_mean, raised_as
+from strop.files import read_json
 from strop.manifest import require_below
 
 
@@ -103,11 +104,7 @@ def _is_only_its_file(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or not (folder / "tokenizer.json").is_file():
         return False
-    try:
-        named = json.loads(settings.read_text()).get("tokenizer_class")
-    except (ValueError, AttributeError, RecursionError):  # loading reports what is wrong
-        return False
-    return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return read_json(settings).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 _FURTHER_SIZES = ("num_key_value_heads", "intermediate_size", "head_dim")

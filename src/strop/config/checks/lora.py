@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from strop.config.checks.finding import Finding, error
 from strop.config.checks.learning import trained_models
-from strop.config.memory.facts import read_model_facts, trained_whole
+from strop.config.memory.facts import read_config_file, read_model_facts, trained_whole
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url, similar_path
 from strop.config.schema import RootConfig
 from strop.config.schema.supervised import RewardModellingConfig
@@ -60,11 +59,5 @@ def _folder(key: str, path: str | None) -> Iterator[Finding]:
 
 def _quantization(path: str) -> str | None:
     """Return the name of the method by which a local model is quantized; None if it is not, or not here."""
-    file = Path(expand(path)) / "config.json"
-    if not path or is_url(path) or not file.is_file():
-        return None
-    try:
-        found = json.loads(file.read_text()).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None  # loading the model reports it
+    found = read_config_file(path).get("quantization_config") if path else None
     return str(found.get("quant_method", "of an unnamed method")) if isinstance(found, dict) else None

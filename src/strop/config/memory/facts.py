@@ -16,6 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
 from strop.config.paths import expand, gguf_files, is_url, may_be_a_hub_name
+from strop.files import read_json
 
 
 class Encoder(NamedTuple):
@@ -51,12 +52,9 @@ class ModelFacts:
     """None for a model of text alone, or sizes that config.json does not have."""
 
 
-def read_config_file(path: str) -> dict[str, Any] | None:
-    """Return the content of config.json of the model in the folder `path`; None if it cannot be read."""
-    try:
-        return None if is_url(path) else json.loads((_folder_of(path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
+def read_config_file(path: str) -> dict[str, Any]:
+    """Return the content of config.json of the model in the folder `path`; none if it cannot be read."""
+    return {} if is_url(path) else read_json(_folder_of(path) / "config.json")
 
 
 def read_model_facts(path: str) -> ModelFacts | None:

@@ -147,8 +147,8 @@ class VLLMKind(RolloutKind):
         return config.actor_rollout_ref.rollout.free_cache_engine or tensor_parallel_size(config) > 1
 
     def fault_of_pictures(self, config: Any) -> str | None:
-        found = None if uses_gpu(config) else read_config_file(config.actor_rollout_ref.model.path)
-        family = (found or {}).get("model_type")
+        found = {} if uses_gpu(config) else read_config_file(config.actor_rollout_ref.model.path)
+        family = found.get("model_type")
         return causal_over_pictures(family) if family in SEEN_BOTH_WAYS else None
 
     def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
