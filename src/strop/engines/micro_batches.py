@@ -158,11 +158,16 @@ def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> MicroBat
 
     Another rank has a micro-batch then.
     """
-    if len(rows) == 0:  # this rank must take part in the other's collectives
-        batch, rows = batch[torch.zeros(1, dtype=torch.long)], torch.zeros(1, dtype=torch.long)
-        if "response_mask" in batch:
-            batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
-    return MicroBatch.on(device, trim(batch[rows]))
+    # this rank must take part in the other's collectives
+    return MicroBatch.on(device, trim(batch[rows] if len(rows) else masked_row(batch)))
+
+
+def masked_row(batch: DataProto) -> DataProto:
+    """Return the first row of a batch with a ``response_mask`` of zeros."""
+    row = batch[torch.zeros(1, dtype=torch.long)]
+    if "response_mask" in row:
+        row.batch["response_mask"] = torch.zeros_like(row.batch["response_mask"])
+    return row
 
 
 def require_no_tree(batch: DataProto, setting: str, remedy: str) -> None:
@@ -174,10 +179,10 @@ def require_no_tree(batch: DataProto, setting: str, remedy: str) -> None:
         )
 
 
-def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:
+def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], batch: DataProto) -> dict[str, Tensor]:
     """Concatenate the outputs of micro-batches in the batch's order and width, on the CPU."""
     # the inverse of the permutation that split made
-    order = torch.argsort(torch.cat(rows))
+    order, response_width = torch.argsort(torch.cat(rows)), _response_width(batch)
     whole = {}
     for name in pieces[0]:
         widened = []

@@ -16,7 +16,7 @@ from strop.config.keys import longest_row
 from strop.config.schema.teacher import Teacher, teachers_of
 from strop.controller.group import Dispatch, register
 from strop.engines.base import Engine
-from strop.engines.micro_batches import MicroBatching, require_no_tree
+from strop.engines.micro_batches import MicroBatching, masked_row, require_no_tree
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker
 from strop.workers.memory import phase
@@ -85,10 +85,7 @@ class TeacherWorker(RoleWorker):
         for number, judge in enumerate(self._judges):
             rows = (batch.batch["teacher"][:, 0] == number).nonzero()[:, 0]
             # every rank takes part in every pass: one without rows with a masked one
-            own = batch[rows] if len(rows) else batch[torch.zeros(1, dtype=torch.long)]
-            if not len(rows):
-                own.batch["response_mask"] = torch.zeros_like(own.batch["response_mask"])
-            for name, column in judge(own).batch.items():
+            for name, column in judge(batch[rows] if len(rows) else masked_row(batch)).batch.items():
                 kept = whole.get(name, column.new_zeros(len(batch), *column.shape[1:]))
                 if column.dim() == 3:  # hidden states of several widths
                     width = max(column.shape[2], kept.shape[2])

@@ -293,7 +293,7 @@ class MegatronEngine:
             {name: output[: len(piece)] for name, output in part.items()}
             for part, piece in zip(found, rows, strict=True)
         ]
-        return restore(pieces, rows, batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0)
+        return restore(pieces, rows, batch)
 
     def forward_backward(
         self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any

@@ -304,8 +304,7 @@ class TorchEngine:
                 # A copy to the CPU waits for the pass; hidden states alone are too large to stay here.
                 pieces.append({name: out if out.dim() < 3 else out.cpu() for name, out in found.items()})
         reshard(self.module)
-        width = batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
-        restored = restore(pieces, rows, width)
+        restored = restore(pieces, rows, batch)
         self._offload.park_parameters()
         return restored
 
