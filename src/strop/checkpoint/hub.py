@@ -30,7 +30,7 @@ from strop.checkpoint.model_card import model_card
 from strop.config.paths import expand, is_adapter, is_url
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, UploadError, raised_as
-from strop.files import atomic_write_text
+from strop.files import atomic_write_text, read_json
 from strop.tracking.curves import CURVES_FILE
 
 HUB_FILE = "hub.json"
@@ -56,11 +56,10 @@ class Publication:
     @classmethod
     def read(cls, run_folder: Path) -> Self | None:
         """Return what ``hub.json`` in ``run_folder`` says; None if there is none that can be read."""
-        try:
-            found = json.loads((run_folder / HUB_FILE).read_text())
+        found = read_json(run_folder / HUB_FILE)
+        with contextlib.suppress(KeyError):
             return cls(found["repo_id"], found["revision"], found["step"], found["commit"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return None
 
     def write(self, run_folder: Path) -> None:
         """Write ``hub.json``."""

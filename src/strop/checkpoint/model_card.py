@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from strop.checkpoint.folder import architecture_of, auto_class, defined_by_strop
+from strop.config.derived import recorded_run
 from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
 from strop.config.trees import TREES, Tree
 from strop.errors import DataError
+from strop.files import read_json
 from strop.redaction import redacted, redacted_text
 from strop.tracking.curves import CURVES_FILE, drawn_panels, series
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
@@ -26,7 +27,6 @@ from strop.tracking.text import format_number, names_in_order
 from strop.tracking.trackers import TRACKERS_FILE
 from strop.version import __version__
 
-CONFIG_FILE = "config.yaml"
 _NO_RUN = Path(os.devnull)
 """Has no files."""
 _COMMANDS = {
@@ -44,7 +44,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     out. ``step`` is the iteration of the model; None: the last one.
     """
     folder = run_folder or _NO_RUN
-    config = redacted(_read(folder / CONFIG_FILE, yaml.safe_load))
+    config = redacted(recorded_run(folder))
     values, command = values_of(config), _command(config)
     architecture = architecture_of(model)
     scores = architecture.endswith("ForSequenceClassification")
@@ -55,7 +55,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     with contextlib.suppress(DataError):
         steps = read_metrics(folder / METRICS_FILE)
     last = step if step is not None or not steps else steps[-1]["step"]
-    addresses = _read(folder / TRACKERS_FILE, json.loads)
+    addresses = read_json(folder / TRACKERS_FILE)
     configuration = _differing(config, TREES[command]) if command is not None else ""
     card = ModelCard.from_template(
         ModelCardData(
@@ -90,15 +90,6 @@ def _command(config: Mapping[str, Any]) -> str | None:
     if "center_rewards_coefficient" in update:
         return "train-rm"
     return "sft" if update else None
-
-
-def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the mapping in a file; an empty one if the file is missing or cannot be read."""
-    try:
-        found = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _summary(command: str | None, values: Mapping[str, Any], base: str | None, last: int | None) -> str:

@@ -247,7 +247,7 @@ STEPS: tuple[Callable[[Values, Tree], Values], ...] = (
 def recorded_run(folder: str | Path) -> Mapping[str, Any]:
     """Return the configuration of the last run in a run folder, as its file has it; empty without one."""
     try:
-        recorded = yaml.safe_load(Path(expand(str(folder)), "config.yaml").read_text())
+        recorded = yaml.safe_load(Path(expand(str(folder)), "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         recorded = None
     return recorded if isinstance(recorded, Mapping) else {}
