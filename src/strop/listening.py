@@ -55,12 +55,10 @@ class Address:
         elsewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # any address outside would do
         if (far := elsewhere.get(self.host)) is None:
             return None
-        with socket.socket(self.socket.family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((far, 9))  # sends nothing
-                return self._url(str(probe.getsockname()[0]))
-            except OSError:
-                return self._url(socket.gethostname())
+        try:
+            return self._url(address_toward(far))
+        except OSError:
+            return self._url(socket.gethostname())
 
     def _url(self, host: str) -> str:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -95,6 +93,14 @@ def _listening(host: str, port: int) -> socket.socket:
     is_v6 = ":" in host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6)
+
+
+def address_toward(host: str) -> str:
+    """Return the address of this machine that a process at ``host`` reaches."""
+    family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # sends nothing
+        return probe.getsockname()[0]
 
 
 def is_token(given: str, token: str) -> bool:

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from strop.controller.rendezvous import address_toward, open_store
+from strop.controller.rendezvous import open_store
 from strop.errors import ModelError
-from strop.listening import LOOPBACK
+from strop.listening import LOOPBACK, address_toward
 from strop.rollout.http import pool
 from strop.rollout.transfer import broadcast
 from strop.rollout.transfer.broadcast import Channel, received_file, send_file

@@ -30,14 +30,6 @@ def open_store(address: str) -> tuple[Any, int]:
     return store, port
 
 
-def address_toward(host: str) -> str:
-    """Return the address of this machine that a process at ``host`` reaches."""
-    family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)  # sends nothing
-        return probe.getsockname()[0]
-
-
 def stay_on_this_machine(address: str) -> None:
     """Let gloo and NCCL use the loopback interface if ``address`` is on it."""
     if address == LOOPBACK:

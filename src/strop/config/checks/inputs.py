@@ -16,6 +16,7 @@ from strop.config.keys import all_keys, longest_row, value_at
 from strop.config.machine import machine_memory
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import hidden_columns
+from strop.config.memory.shapes import gib
 from strop.config.names import missing_module
 from strop.config.paths import (
     expand,
@@ -238,9 +239,9 @@ def _room(config: RootConfig, folder: str) -> Iterator[Finding]:
     if size * count > free:
         yield warning(
             f"trainer.default_local_dir={settings.default_local_dir}: a checkpoint takes at least "
-            f"{size / 2**30:,.1f} GiB, "
+            f"{gib(size)}, "
             + (f"{count} exist while one is saved (trainer.max_ckpt_to_keep + 1), " if count > 1 else "")
-            + f"and {folder} has {free / 2**30:,.1f} GiB free"
+            + f"and {folder} has {gib(free)} free"
         )
 
 

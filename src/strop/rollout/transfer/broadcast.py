@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strop.controller.rendezvous import PATIENCE, address_toward, open_store, stay_on_this_machine
+from strop.controller.rendezvous import PATIENCE, open_store, stay_on_this_machine
 from strop.errors import ModelError
+from strop.listening import address_toward
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.torch_private import gloo_options, nccl_options
 
