@@ -73,6 +73,25 @@ def test_a_state_of_other_data_is_refused_by_name():
         EpochSampler(10, 5, seed=2).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("now", "keep_rest", "place"),
+    [
+        ((12, 2, 1), False, (1, 2)),  # 8 batches: one epoch of 6, and 2
+        ((10, 4, 1), False, (4, 0)),
+        ((10, 4, 1), True, (2, 2)),
+        ((10, 2, 2), False, (1, 3)),
+    ],
+)
+def test_with_other_data_the_next_batch_of_its_order_follows(now, keep_rest, place, caplog):
+    before, sampler = EpochSampler(10, 2, seed=1), EpochSampler(*now, keep_rest=keep_rest)
+    take(before, 8)
+    sampler.load_state_dict(before.state_dict(), may_differ=True)
+    assert (sampler.epoch, sampler.position) == place
+    assert "another order" in caplog.text
+    direct = EpochSampler(*now, keep_rest=keep_rest)
+    assert take(direct, 9)[8] == next(sampler)
+
+
 def test_one_pass_keeps_the_smaller_last_batch():
     batches = one_pass(7, 3)
     assert len(batches) == 3

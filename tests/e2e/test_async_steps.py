@@ -134,15 +134,22 @@ def test_a_killed_run_resumes_with_its_samples_in_flight(
         verify(checkpoint)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 0), slow(0, 1)])
-def test_a_run_resumes_with_another_number_of_steps_and_says_what_is_lost(
-    inputs, tmp_path, caplog, before, after
-):
-    options = overrides(inputs, tmp_path, *SETTINGS)
-    kill("update", 4, [*options, f"trainer.async_steps={before}"])
-    trained([*options, f"trainer.async_steps={after}"])
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        (2, "trainer.async_steps=0"),
+        slow(0, "trainer.async_steps=1"),
+        slow(1, "actor_rollout_ref.rollout.n=3"),
+        (2, "data.max_response_length=5"),
+        slow(1, "data.max_prompt_length=9"),
+    ],
+)
+def test_a_run_resumes_with_other_samples_and_says_what_is_lost(inputs, tmp_path, caplog, before, change):
+    options = overrides(inputs, tmp_path, *SETTINGS, f"trainer.async_steps={before}")
+    kill("update", 4, options)
+    trained([*options, change])
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
-    assert ("samples in flight are not used" in caplog.text) == (before == 2)
+    assert ("samples in flight are not used" in caplog.text) == (before > 0)
 
 
 @pytest.mark.slow

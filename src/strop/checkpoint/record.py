@@ -37,6 +37,11 @@ from strop.manifest import require_unchanged
 logger = logging.getLogger("strop")
 
 RECORD = "run"
+_OF_SAMPLES = (
+    *("trainer.async_steps", "trainer.seed", "data.train_batch_size", "data.shuffle"),
+    *("data.max_prompt_length", "data.max_response_length", "actor_rollout_ref.rollout.n"),
+)
+"""Keys that samples in flight depend on, besides those that decide what is trained."""
 _WHOLE = 64 << 20  # bytes; of a longer file blocks are read, which takes no longer with a larger model
 _BLOCKS, _BLOCK = 64, 64 << 10
 _OF_A_MODEL = re.compile(
@@ -101,18 +106,8 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
             f"{where}: {checkpoint} was saved by another command than this one ({', '.join(TREES)}); "
             + ("name another folder for this run" if goes_on else "give a checkpoint of the same command")
         )
-    found, keys = _changes(before, now, type(config)), all_keys(type(config))
-    runs_ahead = isinstance(config, Config) and config.trainer.async_steps >= 2
-    others = [
-        change
-        for change in found
-        if _is_used(change.key, config)
-        and decides_what_is_trained(
-            keys[change.key], validates_only=config.trainer.val_only, runs_ahead=runs_ahead
-        )
-        and not is_the_same(change.key, change.before, change.now)
-        and not _same_files(change.key, before, now)
-    ]
+    found = _changes(before, now, type(config))
+    others = _trains_something_else(found, before, now, config)
     if others and goes_on:
         listed = "; ".join(map(str, others))
         raise ConfigError(
@@ -125,6 +120,35 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
     logger.info(
         "resuming from %s; %s", checkpoint, f"changed since:{listed}" if found else "configuration as before"
     )
+
+
+def changed_samples(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any], config: RootConfig
+) -> list[Change]:
+    """Return the changes since the record ``before`` that samples in flight cannot be used with."""
+    if before is None or before["kind"] != now["kind"]:
+        return []
+    found = _changes(before, now, type(config))
+    others = _trains_something_else(found, before, now, config)
+    return [change for change in found if change in others or change.key in _OF_SAMPLES]
+
+
+def _trains_something_else(
+    found: list[Change], before: Mapping[str, Any], now: Mapping[str, Any], config: RootConfig
+) -> list[Change]:
+    """Return the changes of the model, the reward or the data."""
+    keys = all_keys(type(config))
+    runs_ahead = isinstance(config, Config) and config.trainer.async_steps >= 2
+    return [
+        change
+        for change in found
+        if _is_used(change.key, config)
+        and decides_what_is_trained(
+            keys[change.key], validates_only=config.trainer.val_only, runs_ahead=runs_ahead
+        )
+        and not is_the_same(change.key, change.before, change.now)
+        and not _same_files(change.key, before, now)
+    ]
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ import torch
 
 from strop.errors import CheckpointError, DataError
 from strop.protocol import DataProto, sequence_columns
+
+logger = logging.getLogger(__name__)
 
 
 def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_length: int) -> DataProto:
@@ -84,13 +87,16 @@ class EpochSampler:
             )
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
         self.pictures = pictures
-        self._count = -(-num_rows // batch_size) if keep_rest else num_rows // batch_size
+        self._keep_rest = keep_rest
         self.epoch = 0
         self.position = 0
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        return self._count
+        return self._batches_of(self.num_rows, self.batch_size)
+
+    def _batches_of(self, num_rows: int, batch_size: int) -> int:
+        return -(-num_rows // batch_size) if self._keep_rest else num_rows // batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -107,19 +113,28 @@ class EpochSampler:
         """Return the position of the sampler and the settings that it depends on."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; :class:`CheckpointError` if data, batch size or seed have changed."""
+    def load_state_dict(self, state: dict[str, Any], *, may_differ: bool = False) -> None:
+        """Continue from ``state``; :class:`CheckpointError` if data, batch size or seed have changed.
+
+        If these ``may_differ``, the next batch has the same number, in the order that they give now.
+        """
         changed = [
             f"{name}: {state.get(name)} in the checkpoint, {value} now"
             for name, value in self._identity().items()
             if state.get(name) != value
         ]
-        if changed:
+        what = "; ".join(changed)
+        if changed and not may_differ:
             raise CheckpointError(
-                "the order of the training data cannot be continued: " + "; ".join(changed)
-                + ". Restore the old values, or start from scratch with trainer.resume_mode=disable"
-            )  # fmt: skip
+                f"the order of the training data cannot be continued: {what}. Restore the old values, set "
+                "trainer.resume_mode to the path of the checkpoint to go on with the new ones, or start from "
+                "scratch with trainer.resume_mode=disable"
+            )
         self.epoch, self.position = state["epoch"], state["position"]
+        if changed:
+            before = self._batches_of(state["num_rows"], state["batch_size"])
+            self.epoch, self.position = divmod(self.epoch * before + self.position, len(self))
+            logger.warning("warning: the training data has another order than before the resume: %s", what)
 
     def _identity(self) -> dict[str, Any]:
         known = {name: vars(self)[name] for name in ("num_rows", "batch_size", "seed", "shuffle")}
@@ -182,7 +197,7 @@ class SampledBatches:
         sampler = copy.deepcopy(self.sampler.state_dict())
         return {"epoch": self.epoch, "position": self.position, "sampler": sampler}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, may_differ: bool = False) -> None:
         """Continue from ``state``; :class:`CheckpointError` if it is not of a user's sampler."""
         if "sampler" not in state:
             raise CheckpointError(

@@ -293,7 +293,8 @@ class Run(ABC):
         trainer = self.trainer
         trainer.global_step = int(state["global_step"])
         if not self.settings.val_only:
-            trainer.train_loader.batches.load_state_dict(state["loader"])
+            is_named = self.settings.resume_mode != "auto"
+            trainer.train_loader.batches.load_state_dict(state["loader"], may_differ=is_named)
         self.seconds_before = float(state["seconds"])
 
     def _show_lengths(self) -> None:

@@ -17,7 +17,7 @@ complete only later: the checkpoint is whole then, and until then the one before
 from __future__ import annotations
 
 from collections import ChainMap, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -239,17 +239,18 @@ class Pipeline:
         self._cut = LatePart(self.ppo, folder, batches, with_tail=self.beside > 0)
         return self._cut
 
-    def restore(self, checkpoint: Path, *, with_batches: bool = True) -> None:
+    def restore(self, checkpoint: Path, *, changed: Collection[str] = ()) -> None:
         """Continue from a checkpoint; the loader has its position.
 
-        ``with_batches``: with the batches that were in flight; they are of this schedule.
+        Batches in flight are generated again if keys that they depend on have ``changed``; groups carried
+        over, too, which depend on all but the schedule.
         """
         self._taken = self._last = self.loader.yielded
         self._coming = self.loader.ahead()
         folder = checkpoint / IN_FLIGHT
-        if self._filter is not None and (folder / KEPT).exists():
+        if self._filter is not None and (folder / KEPT).exists() and {*changed} <= {"trainer.async_steps"}:
             self._filter.kept = [self._load(folder / KEPT)]
-        if not with_batches:
+        if changed:
             return
         while (path := folder / f"batch_{self._last + 1}.pt").exists():
             self._last += 1

@@ -14,10 +14,12 @@ import pyarrow as pa
 from strop.agents.program import Program
 from strop.algorithms.advantages import get_estimator, needs
 from strop.checkpoint.hub import Publication, open_publication
+from strop.checkpoint.record import RECORD, changed_samples
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
 from strop.config.backends import load_backend
 from strop.config.checks.check import check
 from strop.config.checks.pictures import require_pictures
+from strop.config.identity import Change
 from strop.config.load import as_config
 from strop.config.roles import (
     has_reward,
@@ -373,7 +375,7 @@ class ReinforcementRun(Run):
         self._thumbnails = Thumbnails(self.folder.path)
         self.best = BestValidation()
         self.has_validated = False
-        self.async_steps_before = 0
+        self._changed_samples: list[Change] = []
 
     def fit(self, on_step: OnStep | None = None) -> None:
         try:
@@ -389,19 +391,17 @@ class ReinforcementRun(Run):
 
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         super().resume(checkpoint, goes_on=goes_on)
-        trainer, steps = self.trainer, self.settings.async_steps
-        is_same = self.async_steps_before == steps
-        if not is_same and (checkpoint / IN_FLIGHT).is_dir() and not self.settings.val_only:
+        trainer, changed = self.trainer, self._changed_samples
+        if changed and (checkpoint / IN_FLIGHT).is_dir() and not self.settings.val_only:
             logger.warning(
-                "%s was saved with trainer.async_steps=%d: its samples in flight are not used, and their "
-                "prompts are generated again, with newer weights (trainer.async_steps=%d)",
+                "warning: samples in flight are not used, and their prompts are generated again, with newer "
+                "weights: %s was saved with other settings (%s)",
                 checkpoint,
-                self.async_steps_before,
-                steps,
+                "; ".join(map(str, changed)),
             )
         if trainer.pipeline is not None:
             with reading_state_of(checkpoint, IN_FLIGHT):
-                trainer.pipeline.restore(checkpoint, with_batches=is_same)
+                trainer.pipeline.restore(checkpoint, changed={change.key for change in changed})
 
     def iterate(self) -> None:
         """See ``Run.iterate``; warn if an earlier model was better in validation."""
@@ -507,7 +507,6 @@ class ReinforcementRun(Run):
             "kl_controller": self.trainer.ppo.kl_controller.state_dict(),
             "best_score": self.best.score,
             "best_step": self.best.step,
-            "async_steps": self.settings.async_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -517,4 +516,4 @@ class ReinforcementRun(Run):
         trainer.weights.version = trainer.global_step if trainer.ppo.trains_actor(trainer.global_step) else 0
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
         self.best = BestValidation(state["best_score"], state.get("best_step"))
-        self.async_steps_before = state.get("async_steps", 0)
+        self._changed_samples = changed_samples(state.get(RECORD), self.record, trainer.config)
