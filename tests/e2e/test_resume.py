@@ -81,9 +81,14 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_pat
 def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs, undisturbed, tmp_path):
     run, expected = undisturbed
     shutil.copytree(run, tmp_path / "run")
+    before = (run / "metrics.jsonl").read_bytes()
     options = overrides(inputs, tmp_path / "run", *SETTINGS)
     kill("update", 4, [*options, f"trainer.resume_mode={tmp_path / 'run' / 'global_step_3'}"])
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+    # what it went back over; --step and --best choose among checkpoints of this continuation
+    assert not (tmp_path / "run" / "global_step_4").exists()
+    assert (tmp_path / "run" / "previous_1" / "global_step_4" / "manifest.json").is_file()
+    assert (tmp_path / "run" / "previous_1" / "metrics.jsonl").read_bytes() == before
     assert hashes(train(options)) == expected
     assert metrics(tmp_path / "run") == metrics(run)
 

@@ -104,6 +104,16 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
     assert load(checkpoints) == 1
 
 
+def test_a_run_of_which_only_checkpoints_were_copied_goes_on_from_the_newest_whole_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (9, 10, 11):
+        checkpoints.save(step, {"actor": Group(step)}, STATE)
+    (tmp_path / LATEST).unlink()
+    (tmp_path / "global_step_11" / "manifest.json").unlink()
+    assert checkpoints.find("auto") == tmp_path / "global_step_10"
+    assert load(checkpoints) == 10
+
+
 def test_the_newest_model_of_a_run_is_that_of_the_latest_iteration_whatever_the_clock_says(tmp_path):
     def final(iteration):
         return write_model(tmp_path / "final_model", iteration)

@@ -221,11 +221,15 @@ def is_renamed(folder: Path, step: int) -> bool:
 
 
 def latest_step(folder: Path) -> int | None:
-    """Return the iteration of the latest checkpoint; None when there is none."""
+    """Return the iteration of the latest checkpoint; None when there is none.
+
+    It is the newest whole one if no file names it: checkpoints may have been copied alone.
+    """
     try:
         return int((folder / LATEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        whole = [step for step in saved_steps(folder) if (folder / name_of(step) / MANIFEST).is_file()]
+        return max(whole, default=None)
     except ValueError as error:
         raise CheckpointError(
             f"{folder / LATEST} does not hold a number; write the iteration of a whole checkpoint "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -15,7 +16,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from strop.checkpoint.folder import FINAL_MODEL, LATEST, iteration_of, remove_unfinished
+from strop.checkpoint.folder import (
+    FINAL_MODEL,
+    LATEST,
+    iteration_of,
+    name_of,
+    remove_unfinished,
+    saved_steps,
+)
 from strop.checkpoint.hub import HUB_FILE
 from strop.config.identity import others_like
 from strop.config.load import to_yaml
@@ -155,12 +163,18 @@ class RunFolder:
         if left:
             logger.info("the files of an earlier run in %s are now in %s", self.path, self._archive(left))
 
-    def archive_later_model(self, step: int) -> None:
-        """Move a ``final_model`` of a later iteration than ``step`` aside: its metrics are dropped, too."""
-        later = iteration_of(self.final_model)
-        if later is not None and later > step:
-            place = self._archive([self.final_model])
-            logger.info("%s of iteration %d is now in %s", self.final_model, later, place)
+    def archive_later(self, step: int) -> None:
+        """Move checkpoints and a ``final_model`` of later iterations than ``step`` aside, with the metrics.
+
+        The run leaves this continuation: its metrics are dropped, and the new one has the same numbers.
+        """
+        later = [self.path / name_of(saved) for saved in saved_steps(self.path) if saved > step]
+        later += [self.final_model] if (iteration_of(self.final_model) or 0) > step else []
+        if later:
+            place = self._archive(later)
+            if (metrics := self.path / METRICS_FILE).is_file():
+                shutil.copy(metrics, place)
+            logger.info("what the run has saved of later iterations than %d is now in %s", step, place)
 
     def _archive(self, paths: Iterable[Path]) -> Path:
         number = 1
