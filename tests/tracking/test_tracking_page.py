@@ -605,6 +605,18 @@ def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
                 file.write('{"step": 4, "critic/score/mean": 0.9}\n')
             browser.until("document.getElementById('state').innerText.startsWith('step 4')")
             browser.until("[...drawn].some((plot) => plot.data[0].at(-1) === 4)")
+            # a resume after step 2 has come to step 5 before the page reads again
+            lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            now = [*(line for line in lines if line["step"] < 3)]
+            now += [{"step": step, "critic/score/mean": 0.0625} for step in (3, 4, 5)]
+            with open(folder / "machine.jsonl", "a") as file:
+                file.write('{"step": 2, "steps": 40, "started": "later"}\n')
+            (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in now))
+            browser.until("[...drawn].some((plot) => plot.data[0].at(-1) === 5)")
+            assert browser.run(
+                "return [...drawn].filter((plot) => plot.data[0].at(-1) === 5)"
+                ".some((plot) => plot.data.some((line) => String(line.slice(-3)) === '0.0625,0.0625,0.0625'))"
+            )
             server.address.token = "another"  # as after a restart
             browser.until("document.getElementById('state').innerText.includes('token')")
         finally:

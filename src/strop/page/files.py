@@ -107,6 +107,7 @@ class RunFiles:
             "folder": str(self.folder),
             "state": self.state(),
             "resumed": self._resumed(),
+            "started": [start.get("started") for start in self.starts()],
             "last": max((step["step"] for step in steps), default=-1),
             "written": _changed(self.folder / METRICS_FILE),
             "panels": [

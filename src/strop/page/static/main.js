@@ -41,6 +41,8 @@ async function show() {
 }
 
 async function readRun(run, summary) {
+  // a resume that went back may have come further than this page was
+  if (String(run.summary?.started) !== String(summary.started)) run.metrics = null;
   const last = run.metrics?.steps.at(-1) ?? -1;
   run.summary = summary;
   let found = await source.metrics(run.number, last - 1); // the last step may have got its validation
