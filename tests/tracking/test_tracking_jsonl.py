@@ -108,9 +108,10 @@ def test_lines_of_one_step_are_read_as_one(tmp_path):
     log.log(1, {"a": 1.0, "b": 2.0})
     log.log(1, {"b": 3.0, "c": 4.0})
     log.log(2, {"a": 5.0})
+    log.log(1, {"c": 6.0})  # trainer.val_only of an earlier checkpoint
     log.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "a": 1.0, "b": 3.0, "c": 4.0},
+        {"step": 1, "a": 1.0, "b": 3.0, "c": 6.0},
         {"step": 2, "a": 5.0},
     ]
 

@@ -72,24 +72,22 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Return the steps of a ``metrics.jsonl`` in file order, ``null`` as NaN; lines of one step are merged.
+    """Return the steps of a ``metrics.jsonl`` in order, ``null`` as NaN; lines of one step are merged.
 
+    ``trainer.val_only`` adds the line of a step that may be an earlier one.
     A half-written last line (of a running or killed process) is ignored. Raises DataError when the file
     is missing or another line is not a JSON object of numbers with a ``step``.
     """
-    steps: list[dict[str, Any]] = []
+    steps: dict[int, dict[str, Any]] = {}
     lines = _read_lines(Path(path))
     for number, (_, record) in enumerate(lines, start=1):
         if record is None and number < len(lines):
             raise DataError(f"{path}, line {number}: expected a JSON object of numbers, one an int 'step'")
         if record is None:
             break
-        record = {name: math.nan if value is None else value for name, value in record.items()}
-        if steps and steps[-1]["step"] == record["step"]:
-            steps[-1].update(record)
-        else:
-            steps.append(record)
-    return steps
+        known = steps.setdefault(record["step"], {})
+        known |= {name: math.nan if value is None else value for name, value in record.items()}
+    return [steps[step] for step in sorted(steps)]
 
 
 def trim_metrics(path: Path, *, last_step: int) -> None:
