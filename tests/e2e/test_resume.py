@@ -89,6 +89,9 @@ def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs
     assert not (tmp_path / "run" / "global_step_4").exists()
     assert (tmp_path / "run" / "previous_1" / "global_step_4" / "manifest.json").is_file()
     assert (tmp_path / "run" / "previous_1" / "metrics.jsonl").read_bytes() == before
+    later = {path.name for path in (run / "validation").glob("step_000004.*")}
+    assert {path.name for path in (tmp_path / "run" / "previous_1" / "validation").iterdir()} == later
+    assert not later & {path.name for path in (tmp_path / "run" / "validation").iterdir()}
     assert hashes(train(options)) == expected
     assert metrics(tmp_path / "run") == metrics(run)
 

@@ -107,7 +107,7 @@ class Run(ABC):
                 self.checkpoints.archive_remote()
         if goes_on and not settings.val_only:
             self.checkpoints.go_on_from(trainer.global_step)
-            self.folder.archive_later(trainer.global_step)
+            self.write(lambda _: self.folder.archive_later(trainer.global_step), self.folder.path)
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
             steps = {"step": trainer.global_step, "steps": trainer.global_step}

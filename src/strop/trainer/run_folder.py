@@ -164,17 +164,26 @@ class RunFolder:
             logger.info("the files of an earlier run in %s are now in %s", self.path, self._archive(left))
 
     def archive_later(self, step: int) -> None:
-        """Move checkpoints and a ``final_model`` of later iterations than ``step`` aside, with the metrics.
+        """Move what is saved of later iterations than ``step`` aside, with a copy of the metrics.
 
-        The run leaves this continuation: its metrics are dropped, and the new one has the same numbers.
+        The run leaves this continuation: its metrics are dropped, and the new one has the same numbers. If
+        there is no model among it, the run was killed, and writes the same files again.
         """
         later = [self.path / name_of(saved) for saved in saved_steps(self.path) if saved > step]
         later += [self.final_model] if (iteration_of(self.final_model) or 0) > step else []
-        if later:
-            place = self._archive(later)
-            if (metrics := self.path / METRICS_FILE).is_file():
-                shutil.copy(metrics, place)
-            logger.info("what the run has saved of later iterations than %d is now in %s", step, place)
+        if not later:
+            return
+        for kind, suffix in (("rollouts", ".parquet"), ("validation", ".parquet"), ("validation", ".json")):
+            steps = steps_with_file(self.path / kind, suffix)
+            later += [step_file(self.path / kind, at, suffix) for at in steps if at > step]
+        place = self._archive([])
+        if (metrics := self.path / METRICS_FILE).is_file():
+            shutil.copy(metrics, place)  # first: a full disk moves nothing
+        for path in later:
+            target = place / path.relative_to(self.path)
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
+        logger.info("what the run has saved of later iterations than %d is now in %s", step, place)
 
     def _archive(self, paths: Iterable[Path]) -> Path:
         number = 1
