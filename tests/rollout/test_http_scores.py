@@ -114,6 +114,25 @@ def test_a_server_that_cannot_score_the_rows_is_refused_by_name(facts, named):
         scorer_on(server)
 
 
+def test_servers_of_different_teachers_are_refused_by_name():
+    servers = [FakeVLLM(vocabulary=19) for _ in range(2)]
+    servers[1].checksums = {"model.norm.weight": 1}
+    with pytest.raises(ConfigError, match=naming("http://127.0.0.1", "weights is")):
+        scorer_on(*servers)
+    other = FakeVLLM(vocabulary=19, **{"model.hidden_size": 16})
+    servers[0].facts["model.hidden_size"] = 8
+    with pytest.raises(ConfigError, match=naming("model.hidden_size", "16", "8")):
+        scorer_on(servers[0], other)
+
+
+def test_servers_whose_weights_cannot_be_read_are_not_compared_by_them(caplog):
+    facts = {"json": {"results": [FakeVLLM(vocabulary=19).facts]}}
+    script = {"/collective_rpc": [facts, {"status": 500, "text": "no attribute 'weight'"}]}  # quantized
+    servers = [FakeVLLM(script, vocabulary=19) for _ in range(2)]
+    assert len(scorer_on(*servers).score(ROWS)) == len(ROWS)
+    assert sum("not compared" in one.getMessage() for one in caplog.records) == 2
+
+
 def test_ids_beyond_the_vocabulary_are_not_sent():
     server = FakeVLLM(vocabulary=19)
     with pytest.raises(ModelError, match=naming("row 1", "vocabulary of 19")):

@@ -158,7 +158,10 @@ class VLLMWire:
             raise Lost(f"its weights are {other}, not {version}", is_stale=True)
         most, last = sampling["max_tokens"], ids[-1] if ids else None
         is_token = [type(token) is int and 0 <= token < self._vocabulary for token in ids]
-        is_number = [isinstance(value, float | int) and math.isfinite(value) for value in log_probs]
+        # vLLM writes NaN, too, as its minus infinity
+        is_number = [
+            isinstance(value, float | int) and _MINUS_INFINITY < value < math.inf for value in log_probs
+        ]
         strips = reason == "stop" and not sampling.get("stop") and last not in sampling["stop_token_ids"]
         for is_wrong, what in (
             (other, f"a sample by the weights {other}, requested from {version}: another run uses it, too"),
