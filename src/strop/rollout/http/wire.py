@@ -90,6 +90,10 @@ class VLLMWire:
         """Return the version of the engine's weights."""
         return str((await self._connection.call("/weight_info", deadline_s)).get("weight_version"))
 
+    async def is_paused(self, deadline_s: float) -> bool:
+        """Return True if requests wait: weights are being sent, or who sent them was killed."""
+        return (await self._connection.call("/is_paused", deadline_s)).get("is_paused") is True
+
     async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
         """Return ``held_checksums`` of each rank of the engine."""
         parts = await self._rpc("strop_checksums", deadline_s)
