@@ -54,7 +54,7 @@ class Connection:
         token = None if token is None else token.strip()  # files of secrets end with a new line
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ConfigError(f"the token of {url} has characters that no header takes")
-        self.url, self.has_token = url, token is not None
+        self.url, self.has_token, self._secret = url, token is not None, (token or "").encode()
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         try:
@@ -105,7 +105,9 @@ class Connection:
             raise Lost(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 300:
             is_busy = response.status_code in (408, 429)
-            text = f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}"
+            # gateways repeat what they refuse
+            said = raw.replace(self._secret, b"***") if self._secret else raw
+            text = f"{path} answers {response.status_code}: {said[:300].decode(errors='replace')}"
             if response.status_code >= 500 or is_busy:
                 raise Lost(text, is_error=not is_busy, is_busy=is_busy)
             raise Refused(text)

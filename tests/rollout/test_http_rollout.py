@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import resource
 import threading
 import time
 from functools import partial
@@ -578,6 +579,15 @@ def test_an_answer_that_is_none_is_refused_by_name(answer, named):
         batch(rollout)
 
 
+def test_a_token_that_a_server_repeats_is_not_in_the_error():
+    server = FakeVLLM(token="hidden")
+    rollout = rollout_on(server, token="hidden")
+    server.script[GENERATE] = [{"status": 403, "text": "the key hidden is not valid here"}]
+    with pytest.raises(TrainingError, match=naming(server.url, "403", "not valid here")) as raised:
+        batch(rollout)
+    assert "hidden" not in str(raised.value)
+
+
 def test_a_redirect_is_not_followed():
     other = FakeVLLM()
     server = FakeVLLM({GENERATE: [{"status": 307, "headers": {"location": other.url + GENERATE}}]})
@@ -676,6 +686,17 @@ def test_a_rollout_that_is_collected_in_the_thread_of_its_requests_closes(tmp_pa
     while rollout._thread._loop.is_running() or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_disk_that_is_full_is_named_with_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # EFBIG stands for ENOSPC
+    try:
+        with pytest.raises(OSError, match=str(tmp_path)) as raised:
+            rollout_on(FakeVLLM(), folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename.endswith("-1.safetensors")
 
 
 def test_weights_in_memory_have_no_name():
