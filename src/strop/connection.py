@@ -49,22 +49,31 @@ class Connection:
     def __init__(self, url: str, token: str | None, proxy: str | None = None) -> None:
         """``url``: http or https, or ``unix:`` and the path of a socket.
 
-        Raises ``ConfigError`` for a token that no header takes.
+        Raises ``ConfigError`` for a token that no header takes, and for addresses that are none.
         """
         token = None if token is None else token.strip()  # files of secrets end with a new line
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ConfigError(f"the token of {url} has characters that no header takes")
-        self.url, self.has_token = url, token is not None
+        self.url, self.has_token, self._secret = url, token is not None, (token or "").encode()
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx2.AsyncClient(
-            base_url="http://server" if socket else url,
+        try:
             # no variable of the environment: a proxy for the internet is none for these servers
-            transport=httpx2.AsyncHTTPTransport(limits=limits, trust_env=False, uds=socket, proxy=proxy),
-            trust_env=False,
-            timeout=None,  # the deadline below is the only clock
-            headers={"authorization": f"Bearer {token}"} if token else None,
-        )
+            transport = httpx2.AsyncHTTPTransport(limits=limits, trust_env=False, uds=socket, proxy=proxy)
+        except ImportError as error:
+            raise ConfigError(f"{url}: http.proxy: {error}") from None
+        except (ValueError, httpx2.InvalidURL):  # whose text may have a login
+            raise ConfigError(f"{url}: http.proxy is no URL; expected http://HOST:PORT") from None
+        try:
+            self._client = httpx2.AsyncClient(
+                base_url="http://server" if socket else url,
+                transport=transport,
+                trust_env=False,
+                timeout=None,  # the deadline below is the only clock
+                headers={"authorization": f"Bearer {token}"} if token else None,
+            )
+        except httpx2.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no URL: {error}") from None
 
     async def call(
         self,
@@ -96,7 +105,9 @@ class Connection:
             raise Lost(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 300:
             is_busy = response.status_code in (408, 429)
-            text = f"{path} answers {response.status_code}: {raw[:300].decode(errors='replace')}"
+            # gateways repeat what they refuse
+            said = raw.replace(self._secret, b"***") if self._secret else raw
+            text = f"{path} answers {response.status_code}: {said[:300].decode(errors='replace')}"
             if response.status_code >= 500 or is_busy:
                 raise Lost(text, is_error=not is_busy, is_busy=is_busy)
             raise Refused(text)

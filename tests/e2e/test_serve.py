@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from strop.cli import serve as command
 from strop.data.pictures.expand import load_processor
+from strop.errors import ConfigError
 from strop.listening import Address
 from strop.rollout.base import Samples
 from strop.trainer.serve import _Handler, serving
@@ -193,6 +194,16 @@ def test_a_name_that_another_site_lets_resolve_to_this_machine_is_refused_withou
                 ),
             ]
             assert [one.status_code for one in found] == [status] * 2
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded(model, monkeypatch):
+    monkeypatch.setattr("strop.trainer.serve.fetch_tokenizer", None)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="cannot listen on host"),
+        serving(settings(model), host="127.0.0.1", port=taken.getsockname()[1], token="right"),
+    ):
+        raise AssertionError
 
 
 def test_what_is_not_served_is_refused(client):

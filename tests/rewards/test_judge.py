@@ -243,6 +243,15 @@ def test_a_judge_that_is_busy_is_asked_until_it_is_not(serve: Any, make: Any, ba
     assert manager(batch_of(["a"], ["7"])).token_level_scores.sum().item() == pytest.approx(0.5)
 
 
+def test_a_judge_that_is_busy_until_the_deadline_is_named_with_its_answer(
+    serve: Any, make: Any, batch_of: Any
+):
+    server = serve(lambda text, number: (429, "your quota is used up"))
+    manager = make(parts=with_judge({"rule": 0}, section(server.url)), max_error_rate=0.0, timeout_s=2.0)
+    with pytest.raises(RewardError, match=naming(f"{server.url}/v1", "429", "your quota is used up")):
+        manager(batch_of(["a"], ["7"]))
+
+
 def test_a_validation_by_a_rule_does_not_ask_the_judge(serve: Any, make: Any, batch_of: Any):
     server = serve(lambda text, number: (200, "no"))
     manager = make(parts=with_judge({}, section(server.url)))

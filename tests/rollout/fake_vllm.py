@@ -159,6 +159,8 @@ class FakeVLLM:
             self.checksums, self._pending, self.version = self._pending, None, body["weight_version"]
         elif path in ("/pause", "/resume"):
             self.paused = path == "/pause"
+        elif path == "/is_paused":
+            return {"json": {"is_paused": self.paused}}
         elif path == "/reset_prefix_cache":
             return {"json": {"success": True}}
         elif path == "/weight_info":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import resource
 import threading
 import time
 from functools import partial
@@ -390,7 +391,37 @@ def test_servers_that_have_answered_are_waited_for(impatient):
     server.script |= {GENERATE: failing, "/health": failing, "/collective_rpc": failing}
     threading.Timer(3.0, server.script.clear).start()
     batch(rollout)
-    assert rollout._pool._errors[server.url] > 3
+    assert rollout._pool._errors[server.url, True] > 3
+
+
+def test_a_server_that_has_too_much_to_do_is_asked_until_it_has_not(alone, monkeypatch, caplog):
+    monkeypatch.setattr(pool, "_AGAIN_S", 0.01)
+    server, busy = FakeVLLM(), {"status": 429, "text": "too many requests"}
+    rollout = rollout_on(server, patience_s=5.0)
+    server.script |= {GENERATE: [*[busy] * 100, None], "/health": [busy]}
+    found = batch(rollout)
+    assert equal(found, alone)
+    assert found.meta_info["rollout_metrics"]["rollout/lost_requests"] == 100
+    (line,) = [one.getMessage() for one in caplog.records if "too many" in one.getMessage()]
+    assert server.url in line
+    rollout._pool._settings.patience_s, server.script[GENERATE] = 0.2, [busy]
+    with pytest.raises(TrainingError, match=naming(server.url, "too many requests")):
+        batch(rollout)
+
+
+def test_an_address_of_several_servers_is_named(impatient):
+    server = FakeVLLM({GENERATE: [{"json": wire_answer([10, 7], [-0.5, -0.5], "stop", "default")}]})
+    rollout = rollout_on(server)  # each transfer reaches another one than the request after it
+    with pytest.raises(TrainingError, match=naming(server.url, "default", "behind this address")):
+        batch(rollout)
+
+
+@pytest.mark.parametrize("proxy", ["proxy:3128", "me:hidden@proxy:3128", "ftp://proxy", "http://[::"])
+def test_a_proxy_that_is_no_url_is_named_without_its_login(proxy, monkeypatch):
+    monkeypatch.setenv("OUR_PROXY", proxy)
+    with pytest.raises(ConfigError, match=naming("http://10.0.0.1:1", "http.proxy")) as raised:
+        rollout_on(urls=["http://10.0.0.1:1"], open_network=True, proxy="OUR_PROXY")
+    assert "hidden" not in str(raised.value)
 
 
 def test_a_url_that_a_file_may_not_name_changes_nothing(tmp_path, caplog):
@@ -531,12 +562,13 @@ def test_a_token_goes_with_every_request_and_its_lack_is_named():
         (wire_answer([61, 7], [-0.5, -0.5], "stop", "V"), ["vocabulary", "61"]),
         (wire_answer([10, 7], [-0.5, float("nan")], "stop", "V"), ["finite"]),
         (wire_answer([10, 7], [-0.5, None], "stop", "V"), ["finite"]),
+        (wire_answer([10, 7], [-0.5, -9999.0], "stop", "V"), ["finite"]),
         (wire_answer([10] * 5, [-0.5] * 5, "length", "V"), ["5 of 12 tokens", "max-model-len"]),
         (wire_answer([10] * 13, [-0.5] * 13, "length", "V"), ["13 tokens", "12"]),
         (wire_answer([], [], "stop", "V"), ["0 tokens"]),
         (wire_answer([10, 7], [-0.5] * 2, "error", "V"), ["'error'"]),
     ],
-    ids=["log-probs", "vocabulary", "nan", "null", "shortened", "endless", "empty", "reason"],
+    ids=["log-probs", "vocabulary", "nan", "null", "nan of vllm", "shortened", "endless", "empty", "reason"],
 )
 def test_an_answer_that_is_none_is_refused_by_name(answer, named):
     server = FakeVLLM()
@@ -545,6 +577,15 @@ def test_an_answer_that_is_none_is_refused_by_name(answer, named):
     server.script[GENERATE] = [{"json": answer}]
     with pytest.raises(TrainingError, match=naming(server.url, *named)):
         batch(rollout)
+
+
+def test_a_token_that_a_server_repeats_is_not_in_the_error():
+    server = FakeVLLM(token="hidden")
+    rollout = rollout_on(server, token="hidden")
+    server.script[GENERATE] = [{"status": 403, "text": "the key hidden is not valid here"}]
+    with pytest.raises(TrainingError, match=naming(server.url, "403", "not valid here")) as raised:
+        batch(rollout)
+    assert "hidden" not in str(raised.value)
 
 
 def test_a_redirect_is_not_followed():
@@ -645,6 +686,17 @@ def test_a_rollout_that_is_collected_in_the_thread_of_its_requests_closes(tmp_pa
     while rollout._thread._loop.is_running() or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_disk_that_is_full_is_named_with_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # EFBIG stands for ENOSPC
+    try:
+        with pytest.raises(OSError, match=str(tmp_path)) as raised:
+            rollout_on(FakeVLLM(), folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename.endswith("-1.safetensors")
 
 
 def test_weights_in_memory_have_no_name():

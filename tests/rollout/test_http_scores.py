@@ -17,7 +17,7 @@ from strop.rollout.http.scorer import Scorer
 import tiny_model
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
 from http_rollouts import SETTINGS, real_server
-from messages import naming
+from messages import mentions, naming
 from outside import require_vllm
 
 ROWS = [[5, 6, 7, 8], [5, 6, 7, 9, 4], [4, 4], [11], [5, 6, 7, 8]]
@@ -112,6 +112,37 @@ def test_a_server_that_cannot_score_the_rows_is_refused_by_name(facts, named):
     server.facts |= facts
     with pytest.raises(ConfigError, match=naming(server.url, *named)):
         scorer_on(server)
+
+
+def test_a_server_that_a_killed_run_has_left_paused_is_named(caplog):
+    server, other = FakeVLLM(vocabulary=19), FakeVLLM(vocabulary=19)
+    server.paused = True
+    scorer = scorer_on(server, other)
+    assert len(scorer.score(ROWS)) == len(ROWS)
+    assert not server.bodies()
+    assert any(mentions(one.getMessage(), server.url, "paused") for one in caplog.records)
+    other.paused = True
+    with pytest.raises(TrainingError, match=naming(server.url, "it is paused", other.url)):
+        scorer_on(server, other, patience_s=1.0)
+
+
+def test_servers_of_different_teachers_are_refused_by_name():
+    servers = [FakeVLLM(vocabulary=19) for _ in range(2)]
+    servers[1].checksums = {"model.norm.weight": 1}
+    with pytest.raises(ConfigError, match=naming("http://127.0.0.1", "weights is")):
+        scorer_on(*servers)
+    other = FakeVLLM(vocabulary=19, **{"model.hidden_size": 16})
+    servers[0].facts["model.hidden_size"] = 8
+    with pytest.raises(ConfigError, match=naming("model.hidden_size", "16", "8")):
+        scorer_on(servers[0], other)
+
+
+def test_servers_whose_weights_cannot_be_read_are_not_compared_by_them(caplog):
+    facts = {"json": {"results": [FakeVLLM(vocabulary=19).facts]}}
+    script = {"/collective_rpc": [facts, {"status": 500, "text": "no attribute 'weight'"}]}  # quantized
+    servers = [FakeVLLM(script, vocabulary=19) for _ in range(2)]
+    assert len(scorer_on(*servers).score(ROWS)) == len(ROWS)
+    assert sum("not compared" in one.getMessage() for one in caplog.records) == 2
 
 
 def test_ids_beyond_the_vocabulary_are_not_sent():

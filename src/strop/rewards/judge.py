@@ -147,7 +147,10 @@ async def rate(
         except Lost as lost:
             if not lost.is_busy and not pauses:
                 raise RewardError(f"the judge at {url} does not answer: {lost}") from None
-            await asyncio.sleep(busy_s if lost.is_busy else pauses.pop(0))
+            try:
+                await asyncio.sleep(busy_s if lost.is_busy else pauses.pop(0))
+            except asyncio.CancelledError:  # by the deadline, which would say nothing of a quota
+                raise RewardError(f"the judge at {url} answers until the deadline: {lost}") from None
             busy_s = min(2 * busy_s, _BUSY_S)
         except Refused as refused:
             _served.pop(url, None)  # another model may be there

@@ -198,6 +198,7 @@ def serving(
     ``host``, ``port``, ``token`` and errors are those of ``Address``.
     """
     model = config.actor_rollout_ref.model
+    Address(host, port).socket.close()  # one that is taken is an error before the model is loaded
     logger.info("%s", rollout_in_words(config))
     paths = model_paths(config).values(), tokenizer_paths(config).values()
     tokenizer = fetch_tokenizer(config, model, models=paths[0], tokenizers=paths[1], weights=True)

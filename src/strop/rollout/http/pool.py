@@ -104,7 +104,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._suspects = asyncio.Lock()
         self._slowest = 0.0
-        self._errors = Counter[str]()
+        self._errors = Counter[tuple[str, bool]]()
         self.counts = defaultdict[str, float](float)
 
     async def open(self) -> None:
@@ -126,7 +126,8 @@ class Pool:
         self._is_open = True
         if self._keeps_weights:
             logger.info(
-                "no weights are loaded or sent; those of the servers are evaluated, version %s%s",
+                "%s: no weights are loaded or sent; those of the servers are used, version %s%s",
+                self._name,
                 version := self._expected["weight_version"],
                 " (of their start)" if version == FIRST_VERSION else "",
             )
@@ -215,10 +216,18 @@ class Pool:
 
     async def _facts_of_weights(self, server: Server) -> dict[str, str]:
         patience_s = self._settings.patience_s
+        if await server.wire.is_paused(patience_s):  # its weights may be others than it says
+            raise Lost("it is paused: a run sends it weights, or was ended as it did; then start it again")
         version = await server.wire.version(patience_s)
         if len(self._keepers) == 1:  # nothing to compare
             return {"weight_version": version}
-        parts = await server.wire.checksums(patience_s)
+        try:
+            parts = await server.wire.checksums(patience_s)
+        except Lost as error:
+            if not error.is_error:
+                raise
+            logger.warning("%s: its weights are not compared with those of the others: %s", server.url, error)
+            return {"weight_version": version}
         digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=6).hexdigest()
         return {"weight_version": version, "weights": digest}
 
@@ -273,16 +282,17 @@ class Pool:
                 number -= 1
 
     def _count_error(self, url: str, error: Exception) -> None:
-        """Count an error that a server answers, and log its first one."""
-        if isinstance(error, Lost) and error.is_error:
-            if not self._errors[url]:
+        """Count errors that a server answers; log the first one, and the first of too many requests."""
+        if isinstance(error, Lost) and (error.is_error or error.is_busy):
+            kind = url, error.is_error
+            if not self._errors[kind]:
                 logger.warning("%s: %s", url, error)
-            self._errors[url] += 1
+            self._errors[kind] += 1
 
     async def _enough(self) -> None:
         """Wait until ``min_servers`` answer."""
         while len(self.live) < self._settings.min_servers:
-            if not self._slowest and all(self._errors[url] >= _ERRORS for url in self._keepers):
+            if not self._slowest and all(self._errors[url, True] >= _ERRORS for url in self._keepers):
                 raise TrainingError(f"{self._name}: servers answer nothing but errors: {self._reasons()}")
             self._require_patience(self._settings.min_servers)
             await asyncio.sleep(_AGAIN_S)
@@ -321,8 +331,8 @@ class Pool:
                 f"row {request.row} has token ids beyond the vocabulary of {self.vocabulary}, which would "
                 "end vLLM's server"
             )
-        failures: Counter[Server] = Counter()
-        last = ""
+        failures, stale = Counter[Server](), Counter[str]()
+        last, busy_since = "", 0.0
         while True:
             deaths = sum(server not in self.live for server in failures)
             if deaths >= _DEADLY:
@@ -338,11 +348,20 @@ class Pool:
                     last = f"{server.url}: {error}" + "; raise http.deadline_s" * error.by_deadline
                     self.counts["rollout/lost_requests"] += 1
                     self.counts["rollout/lost_tokens"] += error.tokens
-                    if (
-                        not error.is_stale
-                    ):  # it was started again meanwhile, and this request has not ended it
-                        failures[server] += 1
                     self._count_error(server.url, error)
+                    busy_since = (busy_since or sent_at) if error.is_busy else 0.0
+                    if busy_since and time.monotonic() - busy_since < self._settings.patience_s:
+                        await asyncio.sleep(_AGAIN_S)  # in its place: fewer are sent meanwhile
+                        continue
+                    if error.is_stale:  # it was started again meanwhile, and this request has not ended it
+                        stale[server.url] += 1
+                        if stale[server.url] == _DEADLY:
+                            raise TrainingError(
+                                f"{server.url}: {error}, after {_DEADLY} transfers; are there several "
+                                "servers behind this address?"
+                            ) from None
+                    else:
+                        failures[server] += 1
                     await self._check(server, error, sent_at)
                 else:
                     server.answered_at = time.monotonic()

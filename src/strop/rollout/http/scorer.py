@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strop.rollout.http.kind import token_of
 from strop.rollout.http.pool import Pool, PoolThread
+from strop.rollout.http.wire import FIRST_VERSION
 from strop.rollout.vllm.arguments import vocabulary_digest
 
 
@@ -17,7 +18,7 @@ class Scorer:
     """Servers of one model, each with any number of rows at once."""
 
     def __init__(self, settings: Any, tokenizer: Any, longest: int) -> None:
-        """Wait for the servers; ``ConfigError`` for one of another vocabulary, or for shorter rows.
+        """Wait for the servers; ``ConfigError`` for one of another vocabulary or model, or for shorter rows.
 
         ``settings`` is a copy of the section ``rollout.http`` with their ``urls`` and ``token_env``,
         ``tokenizer`` that of the rows, and ``longest`` the number of ids of the longest row.
@@ -27,9 +28,11 @@ class Scorer:
             "max_model_len": longest + 1,  # it generates a token, too
             "unsupported": None,
             "vocabulary": vocabulary_digest(tokenizer),
+            "weight_version": FIRST_VERSION,  # else a run trains them
         }
         ids = 1 + max(tokenizer.get_vocab().values())
-        self._pool = Pool(settings, expected, ids, token_of(settings), name="teacher.servers")
+        name = "teacher.servers"
+        self._pool = Pool(settings, expected, ids, token_of(settings), keeps_weights=True, name=name)
         self._thread = PoolThread(self._pool)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -7,11 +7,12 @@ itself writes a file from tensors that are all in memory, which would take the m
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,29 @@ class SealedWeights:
             self._file = open(self.path, "w+b")  # noqa: SIM115 - ``close``
         self._file.write(len(text).to_bytes(8, "little") + text)
 
+    @contextlib.contextmanager
+    def _naming_the_file(self) -> Generator[None]:
+        """Name the file in an error of writing, such as of a full disk: the system does not."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
+
     def write(self, name: str, weight: Tensor) -> None:
         """Write a weight at its place, in the dtype of the file."""
         flat = weight.detach().to("cpu", self._weights[name].dtype).contiguous().reshape(-1)
-        self._file.seek(self._begin + self._first[name])
-        self._file.write(memoryview(flat.view(torch.uint8).numpy()))
+        with self._naming_the_file():
+            self._file.seek(self._begin + self._first[name])
+            self._file.write(memoryview(flat.view(torch.uint8).numpy()))
 
     def seal(self) -> None:
         """End the writing."""
-        self._file.flush()
-        if self._in_memory:
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
-        else:
-            os.fsync(self._file)
+        with self._naming_the_file():
+            self._file.flush()
+            if self._in_memory:
+                fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
+            else:
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Delete it; a server that reads it keeps its mapping."""

@@ -90,6 +90,10 @@ class VLLMWire:
         """Return the version of the engine's weights."""
         return str((await self._connection.call("/weight_info", deadline_s)).get("weight_version"))
 
+    async def is_paused(self, deadline_s: float) -> bool:
+        """Return True if requests wait: weights are being sent, or who sent them was killed."""
+        return (await self._connection.call("/is_paused", deadline_s)).get("is_paused") is True
+
     async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
         """Return ``held_checksums`` of each rank of the engine."""
         parts = await self._rpc("strop_checksums", deadline_s)
@@ -158,7 +162,10 @@ class VLLMWire:
             raise Lost(f"its weights are {other}, not {version}", is_stale=True)
         most, last = sampling["max_tokens"], ids[-1] if ids else None
         is_token = [type(token) is int and 0 <= token < self._vocabulary for token in ids]
-        is_number = [isinstance(value, float | int) and math.isfinite(value) for value in log_probs]
+        # vLLM writes NaN, too, as its minus infinity
+        is_number = [
+            isinstance(value, float | int) and _MINUS_INFINITY < value < math.inf for value in log_probs
+        ]
         strips = reason == "stop" and not sampling.get("stop") and last not in sampling["stop_token_ids"]
         for is_wrong, what in (
             (other, f"a sample by the weights {other}, requested from {version}: another run uses it, too"),
