@@ -174,9 +174,14 @@ def test_answers_that_are_chats_are_the_text_of_the_assistant(store, with_tools)
 
     row = pairs({"role": "assistant", "content": "w4"})[0]
     assert (row["chosen"].tolist(), row["rejected"].tolist()) == ([12, 0], [14, 0])
-    for wrong in ([USER], [{"role": "user", "content": "w9"}, ANSWER], [CALL]):
+    bare = {"role": "assistant", "content": "w4", "tool_calls": [], "thinking": None}
+    assert pairs(bare)[0]["rejected"].tolist() == [14, 0]
+    for wrong in ([USER], [{"role": "user", "content": "w9"}, ANSWER]):
         with pytest.raises(DataError, match=naming("row 0", "field rejected", "assistant")):
             pairs(*wrong)
+    for field, wrong in {"tool_calls": CALL, "thinking": {**ANSWER, "thinking": "w5"}}.items():
+        with pytest.raises(DataError, match=naming("row 0", "field rejected", field, "left out")):
+            pairs(wrong)
 
 
 def test_a_ground_truth_that_looks_like_a_chat_stays_as_it_is(tokenizer):

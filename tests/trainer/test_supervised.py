@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +19,18 @@ from strop.checkpoint.folder import iteration_of
 from strop.config.load import load_tree
 from strop.config.trees import SFT
 from strop.data.answers import AnsweredDataset, response_batch
+from strop.data.prompts import PromptFormat
 from strop.data.rl_dataset import RLHFDataset
+from strop.data.sources import Rows
 from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head
 from strop.trainer.supervised import SftTrainer, build
 
+import tiny_model
+from byte_tokenizer import byte_tokenizer
 from messages import naming
 from supervised_runs import (
+    KINDS,
     final_weights,
     make_inputs,
     metrics,
@@ -173,6 +180,54 @@ def test_prompts_are_those_of_reinforcement_learning_and_responses_end(inputs, t
         assert response[-1] == tokenizer.eos_token_id
         whole = tokenizer.decode([*ids, *response[:-1]]).replace(" ", "")
         assert eval(whole.split("<user>")[1].replace("=<assistant>", "==")), whole
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_answers_end_as_turns_of_the_chat_template_that_end_a_response(file, inputs, tmp_path, caplog):
+    """The template writes <end>; the tokenizer ends texts with <pad>, as Gemma's ends turns with another."""
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "model", model)
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.eos_token = "<pad>"
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").unlink()
+
+    def ends(ids, *options):
+        written = json.loads((inputs / "model" / file).read_text())
+        (model / file).write_text(json.dumps({**written, "eos_token_id": ids}))
+        found = []
+        for kind, names in (("sft", ["response"]), ("dpo", ["chosen", "rejected"])):
+            tree, trainer = KINDS[kind]
+            rows = build(
+                trainer, load_tree(tree, overrides(inputs, tmp_path, f"model.path={model}", *options))
+            ).train_loader.dataset
+            found += [row[name][-2:].tolist() for row in rows for name in names]
+        assert all(before > 3 for before, _ in found)  # a character
+        return {end for _, end in found}
+
+    with caplog.at_level("INFO"):
+        assert ends([0, 1]) == {1}
+    assert "<end>" in caplog.text
+    assert ends(0) == {0}  # a response would not end with the template's
+
+
+@pytest.mark.parametrize("text", ["12<|im_end|>", "12<|end|>", "12"])
+def test_answers_that_were_rendered_beforehand_get_no_second_end(text):
+    tokenizer = byte_tokenizer()
+    options = {
+        "prompt_key": "prompt",
+        "answer_keys": {"response": "response"},
+        "max_prompt_length": 60,
+        "max_response_length": 60,
+        "end_ids": [tokenizer.convert_tokens_to_ids("<|end|>")],
+    }
+    rows = Rows("rows", [{"prompt": "<|im_start|>user\n1", "response": text}])
+    how = PromptFormat(apply_chat_template=False, allow_special_tokens=True)
+    found = AnsweredDataset(rows, tokenizer, how=how, **options)
+    ended = text if "end" in text else "12<|im_end|>"
+    assert tokenizer.decode(found[0]["response"]) == ended
+    as_text = AnsweredDataset(rows, tokenizer, **options)
+    assert tokenizer.decode(as_text[0]["response"]) == f"{text}<|im_end|>"
 
 
 def test_batches_have_the_layout_of_rollouts():

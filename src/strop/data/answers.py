@@ -5,6 +5,7 @@ Batches have the layout of rollouts, which every model's forward pass understand
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,13 @@ import pyarrow.compute as pc
 import torch
 
 from strop.algorithms.preference import REFERENCE_INPUTS
+from strop.data.bridge import Bridge
 from strop.data.loader import collate
 from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import Files, read_prompt_table, source_of
 from strop.data.prompts import AUTO, PromptFormat, encode_responses
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
-from strop.data.tokenize import TokenizedPrompts, tokenize_table
+from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
 from strop.protocol import DataProto, sequence_columns
 
@@ -38,7 +40,9 @@ class AnsweredDataset:
 
     ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the same tokens as from
     ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
-    of ``columns``. An answer that is True in a column ``<name>_truncated`` of the files, for example
+    of ``columns``. The end of an answer to a chat is the one of ``end_ids`` that the chat template writes
+    after a turn, else the tokenizer's; with ``how.allow_special_tokens`` an answer that has an end gets no
+    second one. An answer that is True in a column ``<name>_truncated`` of the files, for example
     ``chosen_truncated``, was cut when it was generated, and gets no end token.
 
     Prompts may have pictures, as those of ``RLHFDataset``, and answers none.
@@ -65,6 +69,7 @@ class AnsweredDataset:
         truncation: str = "error",
         filter_overlong: bool = False,
         how: PromptFormat = AUTO,
+        end_ids: Sequence[int] = (),
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
         image_key: str = "auto",
@@ -73,7 +78,8 @@ class AnsweredDataset:
         """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.
 
         The names are ``response``, or ``chosen`` and ``rejected``. ``tools_key`` and ``image_key`` are those
-        of ``RLHFDataset``, ``pictures`` are further options of ``pictures_of``.
+        of ``RLHFDataset``, ``pictures`` are further options of ``pictures_of``. ``end_ids`` are the tokens
+        that end a response of the model besides the tokenizer's.
 
         ``how`` is the treatment of prompts before they are tokenized, ``prompts_in_words`` describes it.
         """
@@ -108,8 +114,20 @@ class AnsweredDataset:
                 for name, column in answer_keys.items()
             },
         }
+        ends = list(dict.fromkeys([tokenizer.eos_token_id, *end_ids]))
+        end = ends[0]
+        if how.is_chat(tokenizer, is_text=self._table.has_texts(prompt_key)):
+            with contextlib.suppress(Exception):  # templates raise anything, and some write no end
+                end = Bridge(tokenizer, ends, how).stop_id
+        if end != ends[0]:
+            written, own = tokenizer.convert_ids_to_tokens([end, ends[0]])
+            logger.info("answers end with %s, as turns in the chat template, not with %s", written, own)
         for name in answer_keys:
-            self._tokens[name] = self._without_end(name)
+            tokens = self._tokens[name].with_last(end)
+            cut = self._are_cut(name)
+            if how.allow_special_tokens:  # an answer that was rendered beforehand has its end already
+                cut = cut | np.isin(tokens.before_last(), ends)
+            self._tokens[name] = tokens.without_last(cut)
         if len(answer_keys) > 1:
             self._require_differing(*answer_keys.values())
         self._sources = [source_of(self._table.locate(row)[0]) for row in range(len(self._table))]
@@ -148,19 +166,20 @@ class AnsweredDataset:
         """Return the distinct values of the column ``data_source``."""
         return set(self._sources)
 
-    def _without_end(self, name: str) -> TokenizedPrompts:
-        """Return the ids of an answer, without the end token in rows whose answer was cut."""
-        column, tokens, files = f"{name}_truncated", self._tokens[name], ", ".join(self._table.files)
+    def _are_cut(self, name: str) -> np.ndarray:
+        """Return True, bool [N], for rows whose answer was cut when it was generated."""
+        column, files = f"{name}_truncated", ", ".join(self._table.files)
+        nowhere = np.zeros(len(self._table), dtype=bool)
         if column not in self._table.names:
-            return tokens
+            return nowhere
         values = self._table.table.column(column)
         if pa.types.is_null(values.type):
-            return tokens
+            return nowhere
         if not pa.types.is_boolean(values.type):
             raise DataError(f"{files}: column {column!r}: expected True or False, found {values.type}")
         cut = values.fill_null(False).to_numpy()
         logger.info("%s: %s: %d of %d answers get no end token", files, column, cut.sum(), len(cut))
-        return tokens.without_last(cut)
+        return cut
 
     def _require_differing(self, chosen: str, rejected: str) -> None:
         """Raise ``DataError`` if both answers are the same in every row; warn if in some."""

@@ -219,6 +219,8 @@ def read_prompt_table(
 
 
 _ANSWERS = ("response", "chosen", "rejected")
+_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that chat templates write beside its content."""
 _TOOLS = "tools"
 OWN_TOOLS = "environment tools"
 """Name of the tools of an environment in a row."""
@@ -305,8 +307,12 @@ def _with_chats(name: str, table: pa.Table, key: str, prompt_key: str) -> pa.Tab
 def _answer(where: str, chat: Any, prompt: Any) -> str:
     """Return the answer that ends a chat, of its own or after the prompt; ``DataError`` for any other."""
     *before, last = as_messages(chat) if prompt_problem(chat) is None else [{"role": ""}]
-    is_answer = last["role"] == "assistant" and "tool_calls" not in last
-    if not is_answer or (before and before != as_messages(prompt or "")):
+    for key in filter(last.get, _BESIDE):
+        raise DataError(
+            f"{where}: the answer has {key} beside its content, which would be left out: write both as one "
+            "text, as the model generates it"
+        )
+    if last["role"] != "assistant" or (before and before != as_messages(prompt or "")):
         raise DataError(
             f"{where}: expected a text, or a message of the assistant, alone or after the row's prompt, "
             f"found {chat!r:.80}"

@@ -76,6 +76,16 @@ class TokenizedPrompts:
         """Tokens per prompt, int64 [N]."""
         return np.diff(self.offsets)
 
+    def with_last(self, token_id: int) -> TokenizedPrompts:
+        """Return these ids with ``token_id`` in the place of the last one of each."""
+        ids = self.ids.copy()
+        ids[self.offsets[1:] - 1] = token_id
+        return TokenizedPrompts(ids, self.offsets)
+
+    def before_last(self) -> np.ndarray:
+        """Return the last id but one of each, int64 [N]; -1 where there is only one."""
+        return np.where(self.lengths > 1, self.ids[np.maximum(self.offsets[1:] - 2, 0)], -1)
+
     def without_last(self, rows: np.ndarray) -> TokenizedPrompts:
         """Return these ids without the last one of the ``rows``, bool [N]; one token always stays."""
         shorter = rows & (self.lengths > 1)

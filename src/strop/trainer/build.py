@@ -384,12 +384,14 @@ def turn_format(
     config: Config, environments: Environments, tokenizer: Any, pictures: Any | None = None
 ) -> TurnFormat:
     """Return how turns are written; ``ModelError`` if the template shows no answers or calls."""
-    return TurnFormat(config, environments, tokenizer, _end_ids(config, tokenizer), pictures)
+    ends = end_ids(config.actor_rollout_ref.model, tokenizer, config.data.cache_dir)
+    return TurnFormat(config, environments, tokenizer, ends, pictures)
 
 
 def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
     """Return how an agent's messages are written; ``ModelError`` if the template shows no answers."""
-    form = ChatFormat(config, tokenizer, _end_ids(config, tokenizer), config.agent.parser)
+    ends = end_ids(config.actor_rollout_ref.model, tokenizer, config.data.cache_dir)
+    form = ChatFormat(config, tokenizer, ends, config.agent.parser)
     try:
         form.bridge(read_request({"messages": [{"role": "user", "content": "Hi"}]}))
     except Refusal as refusal:
@@ -397,12 +399,13 @@ def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
     return form
 
 
-def _end_ids(config: Config, tokenizer: Any) -> list[int]:
-    """Return the token ids that end a response, without a model."""
-    folder = local_tokenizer(config.actor_rollout_ref.model.path, config.data.cache_dir)
-    ends: Any = None
-    if (folder / "generation_config.json").is_file():
-        ends = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
+def end_ids(model: ModelConfig, tokenizer: Any, cache_dir: Any) -> list[int]:
+    """Return the token ids that end a response, as ``end_token_ids`` does, without loading the model."""
+    folder, ends = local_tokenizer(model.path, cache_dir), None
+    for name in ("generation_config.json", "config.json"):  # transformers makes the first from the second
+        if (folder / name).is_file():
+            ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
+            break
     ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     return sorted(ids)
 

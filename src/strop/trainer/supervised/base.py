@@ -44,6 +44,7 @@ from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import (
     check_model,
     check_teacher,
+    end_ids,
     fetch_tokenizer,
     require_checkpoint,
     warn_of_generation_config,
@@ -194,6 +195,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             answer_keys=self.answer_keys,
             max_response_length=data.max_response_length,
             filter_overlong=data.filter_overlong,
+            end_ids=end_ids(self.config.model, self.tokenizer, data.cache_dir),
             processor=folder,
             **prompt_options(data),
         )
