@@ -184,6 +184,34 @@ def test_answers_that_are_chats_are_the_text_of_the_assistant(store, with_tools)
             pairs(wrong)
 
 
+def test_prompts_that_are_in_both_answers_need_no_column(with_tools, tmp_path):
+    before = [{"role": "system", "content": "w3"}, USER]
+
+    def pairs(chosen, rejected):
+        pq.write_table(
+            pa.Table.from_pylist([{"chosen": chosen, "rejected": rejected}] * 2), tmp_path / "p.parquet"
+        )
+        return AnsweredDataset(
+            [tmp_path / "p.parquet"],
+            with_tools,
+            prompt_key="prompt",
+            answer_keys={"chosen": "chosen", "rejected": "rejected"},
+            max_prompt_length=9,
+            max_response_length=9,
+        )
+
+    other = {"role": "assistant", "content": "w4"}
+    found = pairs([*before, ANSWER], [*before, other])
+    expected = encode_prompts([before], with_tools)[0]
+    assert [found[1][name].tolist() for name in ("input_ids", "chosen", "rejected")] == [
+        expected,
+        [12, 0],
+        [14, 0],
+    ]
+    with pytest.raises(DataError, match=naming("row 0", "field rejected", "after the row's prompt")):
+        pairs([*before, ANSWER], [USER, other])
+
+
 def test_a_ground_truth_that_looks_like_a_chat_stays_as_it_is(tokenizer):
     text = json.dumps([ANSWER])
     rows = Rows("rows", [{"prompt": "w1", "answer": text}])

@@ -180,6 +180,10 @@ def read_prompt_table(
         if not len(table):
             raise DataError(f"{name}: the file has no rows")
         require_columns(name, table, keys)
+        if _are_in_answers(table, keys):
+            logger.info("%s: prompts are the messages before the answer in %s", name, keys["chosen"])
+            chats = _values(table, keys["chosen"])
+            table = _with_values(table, prompt_key, [chat[:-1] if chat else None for chat in chats])
         refuse_media(name, table, images=image_key is None)
         for key in keys.values():
             table = _with_column(table, key)
@@ -427,7 +431,7 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
     ``keys`` maps the beginning of a key ``data.*_key`` to its column. Rows of ``table`` are not read.
     """
     missing = [what for what, key in keys.items() if _nested(table, key) is None]
-    if not missing:
+    if not missing or (missing == ["prompt"] and _are_in_answers(table, keys)):
         return
     found = visible_names(column_names(table.schema))
     if "prompt" in keys and len(keys) == 1 and not {"reward_model", "ground_truth"} & set(found):
@@ -461,6 +465,20 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
             f"commas, semicolons or tabs, those of a .tsv file by tabs; else {remedy}"
         )
     raise DataError(f"{name}: there is no column {names}; found {found}; {remedy}")
+
+
+def _are_in_answers(table: pa.Table, keys: Mapping[str, str]) -> bool:
+    """Return True for TRL's pairs with an implicit prompt: no column, and whole chats as answers."""
+    if "chosen" not in keys or keys["prompt"] != "prompt" or "prompt" in table.column_names:
+        return False
+    names = [key for key in (keys["chosen"], keys["rejected"]) if key in table.column_names]
+    kinds = [table.schema.field(name).type for name in names]
+    return len(kinds) == 2 and all(
+        (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+        and pa.types.is_struct(kind.value_type)
+        and kind.value_type.get_field_index("role") >= 0
+        for kind in kinds
+    )
 
 
 def _meant(what: str, key: str, found: Sequence[str]) -> str | None:
