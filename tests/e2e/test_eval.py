@@ -108,6 +108,13 @@ def test_greedy_answers_are_those_of_transformers(inputs, tmp_path):
     assert list(found["sources"]["strop/arithmetic"]["scores"]) == ["mean@1"]
 
 
+def test_the_size_of_batches_changes_no_sample(inputs, tmp_path):
+    options = ("--data", inputs / "val.parquet", "--n", "2")
+    whole, parts = (evaluate(inputs, tmp_path / size, *options, "--batch-size", size)[1] for size in "83")
+    assert len(parts) == 12
+    assert [row["response_ids"] for row in parts] == [row["response_ids"] for row in whole]
+
+
 BY_NAME = """
 import asyncio
 

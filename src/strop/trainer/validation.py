@@ -179,7 +179,7 @@ class Validator:
     def samples(self, timer: PhaseTimer, *, examine: bool = True) -> pa.Table:
         """Return every validation prompt answered and scored (columns: ``strop.tracking.samples``).
 
-        The random stream depends on the prompt's batch alone: all validations of a run draw the same noise.
+        The random stream depends on a prompt's place alone: all validations of a run draw the same noise.
         ``examine``: log ``reward_model.val_num_examine`` of the samples.
         """
         batch = self._scored(timer, examine=examine)
@@ -201,16 +201,18 @@ class Validator:
     def _scored(self, timer: PhaseTimer, *, examine: bool) -> DataProto:
         scored, waiting, done = [], None, 0
         total = len(self._loader.dataset) * self._n
+        # of all prompts: a seed depends on a prompt's place among them, not on the size of batches
+        seeds_PN = sample_seeds(self._seed, "validation", 0, len(self._loader.dataset), self._n)
         limits = self._config.reward_model
         check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         for number, prompts in enumerate(self._loader):
             uids = [f"val-{number}-{row}" for row in range(len(prompts))]
             prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
-            seeds_PN = sample_seeds(self._seed, "validation", number, len(prompts), self._n)
             scores = PendingScores(prompts, self._n, self._reward_fn, self._reward_model, check)
             with scores.cancelled_on_error():
                 calls = {"finished": scores.finished, "advanced": self._progress.generating(total, done)}
-                batch = self._generate(prompts, seeds_PN, timer, mode="validate", **calls)
+                seeds = seeds_PN[done // self._n :][: len(prompts)]
+                batch = self._generate(prompts, seeds, timer, mode="validate", **calls)
                 batch.meta_info["examine"] = examine
                 scores.complete(batch)
             previous, waiting = waiting, scores
