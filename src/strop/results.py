@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,24 @@ class Run:
         return model_in(self.folder, step=step, best=best)
 
     def model(self) -> tuple[Any, Any]:
-        """Return the trained model, on the CPU, and its tokenizer, as transformers loads them."""
-        from strop.models.folder import load_tokenizer
-        from strop.models.loader import load_causal_lm
+        """Return the trained model, on the CPU, and its tokenizer.
 
-        return load_causal_lm(self.model_path), load_tokenizer(self.model_path)
+        That of ``strop.train_rm`` has its score head, and LoRA adapters are merged into their base model.
+        """
+        from strop.checkpoint.export import merge_adapter
+        from strop.checkpoint.folder import auto_class
+        from strop.config.paths import is_adapter
+        from strop.models.folder import load_tokenizer
+        from strop.models.loader import load_causal_lm, load_scorer
+
+        folder = self.model_path
+        scores = auto_class(folder) == "AutoModelForSequenceClassification"
+        with tempfile.TemporaryDirectory() as scratch:
+            if is_adapter(folder):
+                merge_adapter(folder, merged := Path(scratch) / "model", "float32")
+                folder = merged
+            model = load_scorer(folder, fresh_head_seed=None) if scores else load_causal_lm(folder)
+            return model, load_tokenizer(folder)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import strop
 from strop.checkpoint.export import export
 from strop.cli.main import main
 from strop.config.checks.check import check
@@ -127,6 +128,8 @@ def test_supervised_runs_export_an_adapter_or_the_merged_model(answers, tmp_path
     by_command = load_file(tmp_path / "by command" / "model.safetensors")
     assert merged.keys() == by_command.keys()
     assert all(by_command[name].equal(weight) for name, weight in merged.items())
+    model = strop.Run(tmp_path / "run").model()[0].state_dict()
+    assert all(model[name].equal(weight) for name, weight in merged.items())
 
 
 @needs_peft

@@ -147,6 +147,20 @@ def test_parameters_and_losses_are_those_of_plain_transformers_training(inputs, 
     assert [line["train/loss"] for line in metrics(straight.run)] == pytest.approx(losses, abs=1e-5)
 
 
+def test_a_run_has_its_model_with_a_head_or_adapters(inputs, straight, tmp_path):
+    train(straight.kind, overrides(inputs, tmp_path, "model.lora_rank=2"))
+    for run, is_whole in ((straight.run, True), (tmp_path, False)):
+        model, _ = strop.Run(run).model()
+        assert hasattr(model, "score") == (straight.kind == "train-rm")
+        found = model.state_dict()
+        if is_whole:
+            assert all(found[name].equal(weight) for name, weight in final_weights(run).items())
+        else:
+            before = AutoModelForCausalLM.from_pretrained(inputs / "model").state_dict()
+            name = "model.layers.0.mlp.up_proj.weight"
+            assert 0 < torch.linalg.matrix_rank(found[name] - before[name], atol=1e-6) <= 2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_a_parameter(inputs, straight, tmp_path, layout):
     train(straight.kind, overrides(inputs, tmp_path, *LAYOUTS[layout]))

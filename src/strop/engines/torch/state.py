@@ -39,6 +39,7 @@ _FAILURES = (
     pickle.UnpicklingError,
     dcp.CheckpointException,
 )
+_ONE_PROCESS = "torch.distributed is disabled"
 
 
 def materialize(
@@ -84,6 +85,8 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     options = _process_group(folder)
+    if background:  # torch's thread warns outside of failing_as
+        warnings.filterwarnings("ignore", message=_ONE_PROCESS)
     with failing_as(f"cannot write the checkpoint {folder}"):
         if not background:
             dcp.save(collected, storage_writer=DigestingWriter(folder), **options)
@@ -214,7 +217,7 @@ def failing_as(message: str) -> Generator[None]:
     Torch's warning about a single process is hidden: ``no_dist`` is set on purpose.
     """
     with _as_checkpoint_error(message), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=_ONE_PROCESS)
         yield
 
 
