@@ -23,6 +23,7 @@ from strop.errors import DataError
 from strop.prepare import prepare
 from strop.protocol import DataProto
 
+from chat_tokenizers import mistral, phi3, unigram
 from messages import mentions, naming
 
 TOOLS_TEMPLATE = (
@@ -182,6 +183,28 @@ def test_answers_that_are_chats_are_the_text_of_the_assistant(store, with_tools)
     for field, wrong in {"tool_calls": CALL, "thinking": {**ANSWER, "thinking": "w5"}}.items():
         with pytest.raises(DataError, match=naming("row 0", "field rejected", field, "left out")):
             pairs(wrong)
+
+
+@pytest.mark.parametrize("family", [mistral, phi3, unigram])
+def test_answers_begin_without_a_space_of_the_tokenizer(family, tmp_path):
+    """These add one to the beginning of a text; ids are those of prompt and answer in one text."""
+    tokenizer = family()
+    options = {"prompt_key": "prompt", "answer_keys": {"response": "response"}, "cache_dir": tmp_path}
+    options |= {"max_prompt_length": 99, "max_response_length": 99}
+
+    def ids(answer, **more):
+        prompt = "the cat is"
+        rows = Rows("rows", [{"prompt": prompt, "response": answer}])
+        row = AnsweredDataset(rows, tokenizer, **options, **more)[0]
+        return prompt, [*row["input_ids"].tolist(), *row["response"].tolist()]
+
+    for answer in (" in the hat", "in the hat", "\nthe hat"):
+        prompt, found = ids(answer, how=PromptFormat(apply_chat_template=False))
+        assert found == [*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id]
+    prompt, found = ids("in the hat")
+    chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "in the hat"}]
+    end = len(found) - 1
+    assert found[:end] == tokenizer.apply_chat_template(chat, return_dict=False)[:end]
 
 
 def test_prompts_that_are_in_both_answers_need_no_column(with_tools, tmp_path):

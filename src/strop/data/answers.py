@@ -21,7 +21,7 @@ from strop.data.bridge import Bridge
 from strop.data.loader import collate
 from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import Files, read_prompt_table, source_of
-from strop.data.prompts import AUTO, PromptFormat, encode_responses
+from strop.data.prompts import AUTO, PromptFormat, ResponseEncoder, encode_responses, text_before_answers
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
@@ -103,20 +103,21 @@ class AnsweredDataset:
             filter_key="data.filter_overlong",
             **pictures,
         )
+        is_chat = how.is_chat(tokenizer, is_text=self._table.has_texts(prompt_key))
+        before = text_before_answers(tokenizer, how, is_chat=is_chat)
+        encode = ResponseEncoder(before) if before else encode_responses
         options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         own: dict[str, Any] = {"prompt_key": prompt_key, "pictures": self.pictures, **options}
         self._tokens = {
             "input_ids": tokenize_table(self._table, tokenizer, **own),
             **{
-                name: tokenize_table(
-                    self._table, tokenizer, prompt_key=column, encode=encode_responses, **options
-                )
+                name: tokenize_table(self._table, tokenizer, prompt_key=column, encode=encode, **options)
                 for name, column in answer_keys.items()
             },
         }
         ends = list(dict.fromkeys([tokenizer.eos_token_id, *end_ids]))
         end = ends[0]
-        if how.is_chat(tokenizer, is_text=self._table.has_texts(prompt_key)):
+        if is_chat:
             with contextlib.suppress(Exception):  # templates raise anything, and some write no end
                 end = Bridge(tokenizer, ends, how).stop_id
         if end != ends[0]:
