@@ -121,8 +121,8 @@ class AnsweredDataset:
             with contextlib.suppress(Exception):  # templates raise anything, and some write no end
                 end = Bridge(tokenizer, ends, how).stop_id
         if end != ends[0]:
-            written, own = tokenizer.convert_ids_to_tokens([end, ends[0]])
-            logger.info("answers end with %s, as turns in the chat template, not with %s", written, own)
+            names = tokenizer.convert_ids_to_tokens([end, ends[0]])
+            logger.info("answers end with %s, as turns in the chat template, not with %s", *names)
         for name in answer_keys:
             tokens = self._tokens[name].with_last(end)
             cut = self._are_cut(name)

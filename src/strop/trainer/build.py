@@ -401,7 +401,8 @@ def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
 
 def end_ids(model: ModelConfig, tokenizer: Any, cache_dir: Any) -> list[int]:
     """Return the token ids that end a response, as ``end_token_ids`` does, without loading the model."""
-    folder, ends = local_tokenizer(model.path, cache_dir), None
+    folder = local_tokenizer(model.path, cache_dir)
+    ends: Any = None
     for name in ("generation_config.json", "config.json"):  # transformers makes the first from the second
         if (folder / name).is_file():
             ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
