@@ -74,6 +74,14 @@ def test_overrides_work_as_hydra_users_know_them():
     assert config.data.val_files == ["~/v.parquet"]
 
 
+@pytest.mark.parametrize("text", ["1.10", "1e-5", "1E5", "007", "1_000", "+5", "-.5"])
+def test_a_number_as_a_name_stays_as_it_was_written(tmp_path, text):
+    config = load_config([f"trainer.experiment_name={text}", f"+data.prompt_key={text}"])
+    assert (config.trainer.experiment_name, config.data.prompt_key) == (text, text)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(config_path=tmp_path / "config.yaml").trainer.experiment_name == text
+
+
 @pytest.mark.parametrize(
     ("overrides", "experiment", "folder"),
     [

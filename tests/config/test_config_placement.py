@@ -127,6 +127,10 @@ def test_restarts_do_not_hide_a_placement_that_does_not_fit():
             ["trainer.async_save=true", "trainer.save_minutes=null"],
             ("no effect", "trainer.save_freq=-1", "trainer.async_save"),
         ),
+        (  # only the policy is exported at the end
+            ["critic.model.lora_rank=8", "critic.model.lora_merge=True"],
+            ("no effect", "critic.model.lora_merge=True", "--role critic --merge"),
+        ),
     ],
 )
 def test_keys_without_effect_are_reported(overrides, parts):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 import functools
 import shlex
+import subprocess
+import sys
 import types
 from typing import Any, Literal, TypedDict
 
 import pytest
 
 from strop.config.load import load_config
+from strop.environments.loading import load_object
 from strop.errors import ConfigError
-from strop.passed import passing
+from strop.passed import dumps, passing
 from strop.trainer.loop import Run
 
 from scripted import KEYS, Script, answers, call, ended_by, environments_of
@@ -236,6 +239,20 @@ def test_cached_functions_of_a_file_reach_the_process():
     assert answers(Script(environments_of(own=Cached), [[call("look", n=1), "x"]]).play()) == [
         "1 word 2 None"
     ]
+
+
+def test_a_submodule_that_an_inner_function_reads_reaches_the_process(tmp_path):
+    (tmp_path / "quotes.py").write_text(
+        "import urllib.request\n"
+        "def run():\n"
+        "    def ask():\n"
+        "        return urllib.request.Request('http://a').host\n"
+        "    return ask()\n"
+    )
+    function = dumps(load_object(f"{tmp_path / 'quotes.py'}:run", "agent.path"))
+    alone = "import pickle, sys; print(pickle.load(sys.stdin.buffer)())"
+    found = subprocess.run([sys.executable, "-c", alone], input=function, capture_output=True, check=True)
+    assert found.stdout == b"a\n"
 
 
 @pytest.mark.parametrize("path", ["a.py:A", "mcp:python s.py", "{a: 'a.py:A', b: 'mcp:python s.py'}"])

@@ -117,7 +117,17 @@ def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
 
 def to_yaml(config: RootConfig) -> str:
     """Return `config` as YAML, which `load_tree(..., config_path=file)` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=10_000)
+    values = config.model_dump(mode="json")
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text such as 1e-5 too: a number to OmegaConf, unlike to YAML 1.1."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _build(

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.keys import nearest_key
+from strop.config.keys import all_keys, nearest_key
 from strop.config.paths import expand, similar_path
 from strop.config.schema import RootConfig
 from strop.errors import ConfigError
@@ -57,6 +57,14 @@ def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig
     `~key` removes a key, `~key=value` only if it has that value.
     """
     key, value = override.key_or_group, override.value()
+    known = all_keys(schema).get(key)
+    if (
+        known
+        and "string" in known.expected
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    ):
+        value = str(override.input_line).partition("=")[2].strip()  # 1.10 is another name than 1.1
     try:
         if not override.is_delete():
             OmegaConf.update(tree, key, value, merge=True, force_add=True)

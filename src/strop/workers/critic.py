@@ -21,7 +21,6 @@ class CriticWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the value model; a language model gets a new value head, drawn from ``trainer.seed``."""
         critic = self.config.critic
-        self.merges_export = critic.model.lora_merge
         options = self.model_options(critic.model)  # imports what may register the tokenizer's class
         self.tokenizer = self.load_tokenizer(critic_tokenizer(self.config))
         self.engine = self.build_engine(

@@ -44,6 +44,15 @@ class CriticModelConfig(ModelConfig):
     """Hugging Face model whose body the critic starts from."""
     tokenizer_path: str
     """Tokenizer that is saved next to the critic's checkpoint."""
+    lora_merge: Annotated[
+        bool,
+        no_effect(
+            "in any run",
+            lambda at: at.value,
+            "final_model is the policy; strop export CHECKPOINT --role critic --merge writes the critic",
+        ),
+    ]
+    """Write final_model as a whole model with the adapters merged in, not as an adapter."""
 
 
 @engine_sections("critic")
