@@ -344,6 +344,16 @@ def test_on_step_that_no_iteration_could_call_is_refused_before_the_model_loads(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_finished_run_is_no_answer_to_another_learning_rate(model, tmp_path):
+    """As in a sweep over one folder; the same values, and others of ``trainer``, complete it again."""
+    call = partial(strop.sft, model, ANSWERED, out=tmp_path, steps=1, **{"trainer.save_freq": 1})
+    with runs.undrawn():
+        first = call(lr=1e-3).read_metrics()
+        with pytest.raises(ConfigError, match=r"(?s)nothing is left to train with.*lr.*0\.001 -> 0\.01"):
+            call(lr=1e-2)
+        assert call(lr=1e-3, **{"trainer.test_freq": 7}).read_metrics() == first
+
+
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_a_batch_is_freed_when_its_iteration_has_ended(model, tmp_path, async_steps):
     """Without the search for cycles, which comes late: on Ray a batch keeps its objects in the store."""

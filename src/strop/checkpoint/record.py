@@ -133,6 +133,23 @@ def changed_samples(
     return [change for change in found if change in others or change.key in _OF_SAMPLES]
 
 
+def without_effect(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any], config: RootConfig
+) -> list[Change]:
+    """Return the written changes since the record ``before`` of a finished run that more training would need.
+
+    Keys of ``trainer`` are left out: they say where and how often to write, and for how long to train.
+    """
+    if before is None or before["kind"] != now["kind"]:
+        return []
+    found = _changes(before, now, type(config))
+    return [
+        change
+        for change in found
+        if change.key in (config.written or ()) and not change.key.startswith("trainer.")
+    ]
+
+
 def _trains_something_else(
     found: list[Change], before: Mapping[str, Any], now: Mapping[str, Any], config: RootConfig
 ) -> list[Change]:

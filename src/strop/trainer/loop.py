@@ -16,7 +16,7 @@ import numpy as np
 
 from strop.checkpoint.folder import auto_class, defined_by_strop, has_weights, newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
-from strop.checkpoint.record import RECORD, record_of
+from strop.checkpoint.record import RECORD, record_of, without_effect
 from strop.checkpoint.store import Checkpoints, random_state, reading_state_of
 from strop.config.keys import all_keys, value_at
 from strop.config.roles import has_reward
@@ -135,13 +135,14 @@ class Run(ABC):
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         """Restore the state of ``checkpoint``, which is of this run folder if it ``goes_on``.
 
-        Raises ``ConfigError`` if no iterations are left, unless this run has done exactly all of them: it may
-        have been killed after the last one, and what follows is done then.
+        Raises ``ConfigError`` if no iterations are left, unless this run has done exactly all of them with the
+        same values: it may have been killed after the last one, and what follows is done then.
         """
         trainer = self.trainer
         state = self.checkpoints.load(checkpoint, trainer.groups)
         with reading_state_of(checkpoint):
             self.load_state_dict(state)
+        record = state.get(RECORD)
         if trainer.global_step < trainer.total_steps or self.settings.val_only:
             return
         state = f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}"
@@ -151,6 +152,12 @@ class Run(ABC):
         )
         if trainer.global_step > trainer.total_steps or not goes_on:
             raise ConfigError(f"{state}: nothing is left to train. {remedy}")
+        if changed := without_effect(record, self.record, trainer.config):
+            listed = "; ".join(map(str, changed))
+            raise ConfigError(
+                f"{state}: nothing is left to train with the values that have changed since ({listed}). To "
+                f"train with them, name another folder, trainer.default_local_dir. {remedy}"
+            )
         logger.info(
             "%s: nothing is left to train, only to complete curves, final model, uploads. %s", state, remedy
         )
