@@ -146,7 +146,9 @@ def without_effect(
     return [
         change
         for change in found
-        if change.key in (config.written or ()) and not change.key.startswith("trainer.")
+        if change.key in (config.written or ())
+        and not change.key.startswith("trainer.")
+        and _has_another_meaning(change, before, now)
     ]
 
 
@@ -163,9 +165,14 @@ def _trains_something_else(
         and decides_what_is_trained(
             keys[change.key], validates_only=config.trainer.val_only, runs_ahead=runs_ahead
         )
-        and not is_the_same(change.key, change.before, change.now)
-        and not _same_files(change.key, before, now)
+        and _has_another_meaning(change, before, now)
     ]
+
+
+def _has_another_meaning(change: Change, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return False for another name of the same value, and for files that were moved."""
+    is_same = is_the_same(change.key, change.before, change.now) or _same_files(change.key, before, now)
+    return not is_same
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any] | None:

@@ -135,8 +135,8 @@ class Run(ABC):
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         """Restore the state of ``checkpoint``, which is of this run folder if it ``goes_on``.
 
-        Raises ``ConfigError`` if no iterations are left, unless this run has done exactly all of them with the
-        same values: it may have been killed after the last one, and what follows is done then.
+        Raises ``ConfigError`` if no iterations are left, unless this run has done exactly all of them with
+        these values: it may have been killed after the last one, and what follows is done then.
         """
         trainer = self.trainer
         state = self.checkpoints.load(checkpoint, trainer.groups)
