@@ -327,12 +327,18 @@ def test_on_step_sees_the_metrics_and_stops_a_run_that_the_same_call_continues(m
 async def awaited(step, metrics): ...
 
 
+class Awaited:
+    async def __call__(self, step, metrics): ...
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda metrics: None, r"\(step, metrics\), found \(metrics\)"),
         (lambda: None, r"\(step, metrics\), found \(\)"),
+        (5, "of \\(step, metrics\\), found 5"),
         (awaited, "an async one"),
+        (Awaited(), "an async one"),
     ],
 )
 def test_on_step_that_no_iteration_could_call_is_refused_before_the_model_loads(

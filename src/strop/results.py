@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,18 @@ class Run:
         from strop.models.folder import load_tokenizer
         from strop.models.loader import load_causal_lm, load_scorer
 
-        folder = self.model_path
+        folder = trained = self.model_path
         scores = auto_class(folder) == "AutoModelForSequenceClassification"
-        with tempfile.TemporaryDirectory() as scratch:
+        room = (
+            self.folder if os.access(self.folder, os.W_OK) else None
+        )  # for weights, which /tmp may not hold
+        with tempfile.TemporaryDirectory(dir=room) as scratch:
             if is_adapter(folder):
                 merge_adapter(folder, merged := Path(scratch) / "model", "float32")
                 folder = merged
             model = load_scorer(folder, fresh_head_seed=None) if scores else load_causal_lm(folder)
-            return model, load_tokenizer(folder)
+            model.config._name_or_path = str(trained)
+            return model, load_tokenizer(trained)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

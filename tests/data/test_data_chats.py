@@ -11,11 +11,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from strop.data.answers import AnsweredDataset
 from strop.data.control_tokens import PromptError
 from strop.data.prompt_table import read_prompt_table
-from strop.data.prompts import PromptFormat, as_messages, encode_prompts, encode_raw
+from strop.data.prompts import (
+    AUTO,
+    PromptFormat,
+    as_messages,
+    encode_prompts,
+    encode_raw,
+    encode_responses,
+    texts_before_answers,
+)
 from strop.data.rewriting import Rewriter
 from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows
@@ -252,3 +264,24 @@ def test_images_are_an_error_that_says_so(column, tmp_path):
     for value in ([], None):
         pq.write_table(pa.table({"prompt": ["w1"], column: [value]}), tmp_path / "t.parquet")
         assert len(read_prompt_table(tmp_path / "t.parquet")) == 1
+
+
+def test_after_a_prompt_that_ends_in_a_control_token_an_answer_has_the_space_of_its_tokenizer():
+    """As both in one text: Llama 2's tokenizer and this one begin a text anew after a control token."""
+    tokenizer = phi3()
+    prompt, answer = "<|user|>\n6 7<|end|>\n<|assistant|>", "42<|end|>"
+    how = PromptFormat(apply_chat_template=False, allow_special_tokens=True)
+    whole = tokenizer.encode(prompt + answer, add_special_tokens=False)
+    before = texts_before_answers(tokenizer, how, is_chat=False)
+    (found,) = encode_responses([answer], tokenizer, how, before=before)
+    assert found[:-1] == whole[len(tokenizer.encode(prompt, add_special_tokens=False)) :]
+
+
+def test_a_tokenizer_of_words_keeps_the_first_word_of_an_answer():
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "the": 2, "hat": 3, "</s>": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    before = texts_before_answers(tokenizer, AUTO, is_chat=False)
+    assert encode_responses(["the hat"], tokenizer, before=before) == [[2, 3, 4]]
+    # nor where the text before is unknown to it
+    assert encode_responses(["the hat"], tokenizer, before=("0",)) == [[2, 3, 4]]

@@ -37,7 +37,18 @@ def dies(latest):
     raise WorkerError("gone")
 
 
+def saved(latest, step):
+    (latest.parent / f"global_step_{step}").mkdir()
+    (latest.parent / f"global_step_{step}" / "manifest.json").write_text("{}")
+
+
 def dies_after_saving(latest):
+    saved(latest, 3)
+    latest.write_text("3\n")
+    raise WorkerError("gone")
+
+
+def dies_after_going_back(latest):
     latest.write_text("3\n")
     raise WorkerError("gone")
 
@@ -61,3 +72,13 @@ def test_a_named_checkpoint_stays_the_beginning_when_the_folder_was_only_archive
 
 def test_after_a_save_it_goes_on_from_there(run):
     assert run(dies_after_saving, None, resume_mode="disable") == ["disable", "auto"]
+
+
+def test_a_named_checkpoint_of_the_folder_stays_the_beginning_until_something_is_saved(run, tmp_path):
+    """It is made the latest at once; auto would refuse it with other data, for which it was named."""
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    for step in (3, 5):
+        saved(latest, step)
+    latest.write_text("5\n")
+    named = str(tmp_path / "global_step_3")
+    assert run(dies_after_going_back, None, resume_mode=named) == [named, named]

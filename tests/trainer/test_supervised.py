@@ -225,7 +225,7 @@ def test_answers_end_as_turns_of_the_chat_template_that_end_a_response(file, inp
     assert ends(0) == {0}  # a response would not end with the template's
 
 
-@pytest.mark.parametrize("text", ["12<|im_end|>", "12<|end|>", "12"])
+@pytest.mark.parametrize("text", ["12<|im_end|>", "12<|im_end|>\n", "12<|end|>", "12"])
 def test_answers_that_were_rendered_beforehand_get_no_second_end(text):
     tokenizer = byte_tokenizer()
     options = {
@@ -238,7 +238,7 @@ def test_answers_that_were_rendered_beforehand_get_no_second_end(text):
     rows = Rows("rows", [{"prompt": "<|im_start|>user\n1", "response": text}])
     how = PromptFormat(apply_chat_template=False, allow_special_tokens=True)
     found = AnsweredDataset(rows, tokenizer, how=how, **options)
-    ended = text if "end" in text else "12<|im_end|>"
+    ended = text.strip() if "end" in text else "12<|im_end|>"
     assert tokenizer.decode(found[0]["response"]) == ended
     as_text = AnsweredDataset(rows, tokenizer, **options)
     assert tokenizer.decode(as_text[0]["response"]) == f"{text}<|im_end|>"

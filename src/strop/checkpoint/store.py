@@ -33,6 +33,7 @@ import torch
 
 from strop.checkpoint.folder import (
     BY_TIME,
+    LATEST,
     TRAINER,
     best_step,
     building_folder,
@@ -378,7 +379,7 @@ class Checkpoints:
 
         Later checkpoints belong to the abandoned continuation: the run's metrics now end at ``step``.
         """
-        if latest_step(self.folder) != step:
+        if latest_step(self.folder) != step or not (self.folder / LATEST).exists():
             make_latest(self.folder, step)
 
     def archive_remote(self) -> None:

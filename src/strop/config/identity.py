@@ -1,7 +1,7 @@
 """Identity of a run: its keys that resumes compare (``resumes`` in the schema), and the name of its folder.
 
 A checkpoint is continued with the same model, reward and data only. Other keys may change between two
-commands: learning rates, lengths, batch sizes, validation, logging.
+commands: learning rates, lengths, validation, logging.
 """
 
 from __future__ import annotations

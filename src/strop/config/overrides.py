@@ -60,6 +60,7 @@ def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig
     known = all_keys(schema).get(key)
     if (
         known
+        and not override.is_delete()
         and known.expected in ("string", "string or null")
         and isinstance(value, int | float)
         and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from strop.data.bridge import Bridge
 from strop.data.loader import collate
 from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import Files, read_prompt_table, source_of
-from strop.data.prompts import AUTO, PromptFormat, ResponseEncoder, encode_responses, text_before_answers
+from strop.data.prompts import AUTO, PromptFormat, ResponseEncoder, texts_before_answers
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
@@ -104,8 +104,9 @@ class AnsweredDataset:
             **pictures,
         )
         is_chat = how.is_chat(tokenizer, is_text=self._table.has_texts(prompt_key))
-        before = text_before_answers(tokenizer, how, is_chat=is_chat)
-        encode = ResponseEncoder(before) if before else encode_responses
+        ends = list(dict.fromkeys([tokenizer.eos_token_id, *end_ids]))
+        written = tokenizer.convert_ids_to_tokens(ends) if how.allow_special_tokens else ()
+        encode = ResponseEncoder(texts_before_answers(tokenizer, how, is_chat=is_chat), tuple(written))
         options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         own: dict[str, Any] = {"prompt_key": prompt_key, "pictures": self.pictures, **options}
         self._tokens = {
@@ -115,7 +116,6 @@ class AnsweredDataset:
                 for name, column in answer_keys.items()
             },
         }
-        ends = list(dict.fromkeys([tokenizer.eos_token_id, *end_ids]))
         end = ends[0]
         if is_chat:
             with contextlib.suppress(Exception):  # templates raise anything, and some write no end

@@ -90,6 +90,8 @@ class EpochSampler:
         self._keep_rest = keep_rest
         self.epoch = 0
         self.position = 0
+        self.has_another_order = False
+        """True if it goes on from a state with other data, batch size or seed."""
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -123,6 +125,11 @@ class EpochSampler:
             for name, value in self._identity().items()
             if state.get(name) != value
         ]
+        if "sampler" in state:
+            raise CheckpointError(
+                "the order of the training data cannot be continued: the checkpoint has the state of a "
+                "train_sampler. Pass it again, or start from scratch with trainer.resume_mode=disable"
+            )
         what = "; ".join(changed)
         if changed and not may_differ:
             raise CheckpointError(
@@ -131,6 +138,7 @@ class EpochSampler:
                 "scratch with trainer.resume_mode=disable"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+        self.has_another_order = bool(changed)
         if changed:
             before = self._batches_of(state["num_rows"], state["batch_size"])
             self.epoch, self.position = divmod(self.epoch * before + self.position, len(self))
@@ -157,6 +165,9 @@ class SampledBatches:
 
     Raises :class:`DataError` when an epoch does not fill one batch.
     """
+
+    has_another_order = False
+    """The order is the sampler's, which has its own state."""
 
     def __init__(self, sampler: Any, batch_size: int) -> None:
         if len(sampler) < batch_size:

@@ -473,12 +473,16 @@ def _are_in_answers(table: pa.Table, keys: Mapping[str, str]) -> bool:
         return False
     names = [key for key in (keys["chosen"], keys["rejected"]) if key in table.column_names]
     kinds = [table.schema.field(name).type for name in names]
-    return len(kinds) == 2 and all(
+    are_chats = len(kinds) == 2 and all(
         (pa.types.is_list(kind) or pa.types.is_large_list(kind))
         and pa.types.is_struct(kind.value_type)
         and kind.value_type.get_field_index("role") >= 0
         for kind in kinds
     )
+    if not are_chats:
+        return False
+    lengths = pc.call_function("list_value_length", [table.column(names[0])]).fill_null(0).to_numpy()
+    return int(lengths.max()) > 1  # an answer alone has no prompt
 
 
 def _meant(what: str, key: str, found: Sequence[str]) -> str | None:

@@ -149,8 +149,9 @@ async def rate(
                 raise RewardError(f"the judge at {url} does not answer: {lost}") from None
             try:
                 await asyncio.sleep(busy_s if lost.is_busy else pauses.pop(0))
-            except asyncio.CancelledError:  # by the deadline, which would say nothing of a quota
-                raise RewardError(f"the judge at {url} answers until the deadline: {lost}") from None
+            except asyncio.CancelledError as cancelled:  # by the deadline, which would say nothing of a quota
+                cancelled.add_note(f"the last answer of the judge at {url}: {lost}")
+                raise
             busy_s = min(2 * busy_s, _BUSY_S)
         except Refused as refused:
             _served.pop(url, None)  # another model may be there

@@ -36,12 +36,15 @@ class Outcome:
     """The traceback, or how the process ended; "" for ``scored`` alone."""
 
 
-def timed_out(timeout_s: float, *, batch: int | None = None) -> Outcome:
-    """Return the outcome of a sample whose deadline has passed; ``batch``: of a call for so many samples."""
+def timed_out(timeout_s: float, *, batch: int | None = None, notes: Sequence[str] = ()) -> Outcome:
+    """Return the outcome of a sample whose deadline has passed; ``batch``: of a call for so many samples.
+
+    ``notes``: what is known of the reason.
+    """
     found = f"the reward function took longer than {timeout_s:g} s and was cut off"
     if batch is not None:
         found += f": a batch of {batch} samples is one call; reward_model.timeout_s is its limit"
-    return Outcome("timeout", error=found)
+    return Outcome("timeout", error="; ".join([found, *notes]))
 
 
 class Scorer:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from strop.config.checks.check import check
@@ -115,15 +116,17 @@ def train(
 
 def _require_on_step(function: OnStep) -> None:
     """Raise ``ConfigError`` for a function that the first iteration could not call, or would not await."""
+    from strop.rewards.arguments import is_async
+
+    found: Any = repr(function)[:80]
     try:
-        signature = inspect.signature(function)
+        found = inspect.signature(function)
+        found.bind(1, {})
     except ValueError:  # of a function in C without a signature
         return
-    try:
-        signature.bind(1, {})
     except TypeError as error:
-        raise ConfigError(f"on_step: expected a function of (step, metrics), found {signature}") from error
-    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"on_step: expected a function of (step, metrics), found {found}") from error
+    if is_async(function):
         raise ConfigError("on_step: expected a function, found an async one, which no iteration awaits")
 
 
@@ -186,7 +189,7 @@ def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
     restarts_left = config.trainer.max_restarts
     with run_lock(folder.path), _naming_the_checkpoint(folder, config):
         while True:
-            before = folder.latest_checkpoint()
+            before = _manifests(folder.path)
             try:
                 return train(config)
             except WorkerError as error:
@@ -194,7 +197,8 @@ def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
                     raise
                 logger.error("%s", error)
             after = folder.latest_checkpoint()
-            if after is not None and after != before:  # saved by this run, whatever resume_mode was
+            # saved by this run, whatever resume_mode was, which may have made an earlier one the latest
+            if after is not None and after[0] in _saved(folder.path, but=before):
                 trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
                 config = config.model_copy(update={"trainer": trainer})
             mode = config.trainer.resume_mode
@@ -205,6 +209,18 @@ def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
                 "" if restarts_left == 2 else "s",
             )
             restarts_left -= 1
+
+
+def _manifests(folder: Path) -> set[tuple[Path, int]]:
+    """Return the manifests of whole checkpoints in a run folder, with their times."""
+    from strop.manifest import MANIFEST
+
+    return {(file, file.stat().st_mtime_ns) for file in folder.glob(f"*/{MANIFEST}")}
+
+
+def _saved(folder: Path, *, but: set[tuple[Path, int]]) -> set[str]:
+    """Return the iterations of the checkpoints in a run folder without those of ``but``."""
+    return {file.parent.name.rpartition("_")[2] for file, _ in _manifests(folder) - but}
 
 
 @contextmanager

@@ -391,17 +391,21 @@ class ReinforcementRun(Run):
 
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         super().resume(checkpoint, goes_on=goes_on)
-        trainer, changed = self.trainer, self._changed_samples
+        trainer, changed = self.trainer, [change.key for change in self._changed_samples]
+        words = [*map(str, self._changed_samples)]
+        batches: Any = trainer.train_loader.batches
+        if batches.has_another_order:  # also by rows that no key names
+            changed, words = [*changed, "data"], words or ["other rows"]
         if changed and (checkpoint / IN_FLIGHT).is_dir() and not self.settings.val_only:
             logger.warning(
                 "warning: samples in flight are not used, and their prompts are generated again, with newer "
                 "weights: %s was saved with other settings (%s)",
                 checkpoint,
-                "; ".join(map(str, changed)),
+                "; ".join(words),
             )
         if trainer.pipeline is not None:
             with reading_state_of(checkpoint, IN_FLIGHT):
-                trainer.pipeline.restore(checkpoint, changed={change.key for change in changed})
+                trainer.pipeline.restore(checkpoint, changed=changed)
 
     def iterate(self) -> None:
         """See ``Run.iterate``; warn if an earlier model was better in validation."""

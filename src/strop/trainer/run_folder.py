@@ -173,13 +173,14 @@ class RunFolder:
         later += [self.final_model] if (iteration_of(self.final_model) or 0) > step else []
         if not later:
             return
+        samples = []
         for kind, suffix in (("rollouts", ".parquet"), ("validation", ".parquet"), ("validation", ".json")):
             steps = steps_with_file(self.path / kind, suffix)
-            later += [step_file(self.path / kind, at, suffix) for at in steps if at > step]
+            samples += [step_file(self.path / kind, at, suffix) for at in steps if at > step]
         place = self._archive([])
         if (metrics := self.path / METRICS_FILE).is_file():
             shutil.copy(metrics, place)  # first: a full disk moves nothing
-        for path in later:
+        for path in [*samples, *later]:  # models last: while one is left, the next attempt moves the rest
             target = place / path.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
             path.rename(target)

@@ -42,13 +42,13 @@ async function show() {
 
 async function readRun(run, summary) {
   // a resume that went back may have come further than this page was
-  if (String(run.summary?.started) !== String(summary.started)) run.metrics = null;
-  const last = run.metrics?.steps.at(-1) ?? -1;
-  run.summary = summary;
+  const known = String(run.summary?.started) === String(summary.started) ? run.metrics : null;
+  const last = known?.steps.at(-1) ?? -1;
   let found = await source.metrics(run.number, last - 1); // the last step may have got its validation
   if (found.last < last) found = await source.metrics(run.number, -1); // it resumed from an earlier step
-  run.reports = await source.validation(run.number);
-  run.metrics = addSteps(found.steps.length && found.steps[0] <= (run.metrics?.steps[0] ?? -1) ? null : run.metrics, found);
+  const reports = await source.validation(run.number);
+  const whole = addSteps(found.steps.length && found.steps[0] <= (known?.steps[0] ?? -1) ? null : known, found);
+  Object.assign(run, { summary, reports, metrics: whole }); // together: a request that fails changes nothing
 }
 
 function tell(text) {
@@ -91,9 +91,9 @@ async function poll() {
   try {
     let isNew = false;
     for (const run of state.runs) {
-      const before = JSON.stringify([run.summary.last, run.summary.written, run.summary.steps]);
+      const before = JSON.stringify([run.summary.last, run.summary.written, run.summary.steps, run.summary.started]);
       const summary = await source.summary(run.number);
-      if (JSON.stringify([summary.last, summary.written, summary.steps]) !== before) {
+      if (JSON.stringify([summary.last, summary.written, summary.steps, summary.started]) !== before) {
         await readRun(run, summary);
         isNew = true;
       }

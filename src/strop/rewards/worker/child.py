@@ -36,7 +36,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from strop.errors import RewardError, traceback_of
+from strop.errors import traceback_of
 from strop.rewards.arguments import Sample
 from strop.rewards.scorer import Outcome, Scorer, run, timed_out
 
@@ -161,8 +161,9 @@ def _serve_concurrently(
             if ending:
                 raise
             found = _failed(error, memory_mb)
-            if deadline.expired() and not isinstance(error, RewardError):  # which knows the reason
-                found = timed_out(timeout_s, batch=len(contents) if scorer.is_batch else None)
+            if deadline.expired():
+                notes = getattr(error.__cause__, "__notes__", ())
+                found = timed_out(timeout_s, batch=len(contents) if scorer.is_batch else None, notes=notes)
             outcomes = [found] * len(contents)
         answer(token, outcomes)
         places.release()

@@ -45,8 +45,8 @@ _DEADLY = 3
 """Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
 _ERRORS = 3
 """Errors that every server answers before any answer, after which the run does not wait for better ones."""
-_OF_ONE = {"max_model_len", "max_num_seqs", "reads_text"}
-"""Facts in which servers of the same weights may differ."""
+_OF_ONE = {"max_model_len", "max_num_seqs", "reads_text", "generation_config"}
+"""Facts in which servers of the same weights may differ; a run requires its own ``generation_config``."""
 _COUNTED = (
     "rollout/lost_requests", "rollout/lost_tokens", "rollout/cut_tokens", "weights/bytes",
     "weights/pause_s", "weights/joins",
