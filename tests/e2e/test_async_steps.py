@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from strop import ActorRolloutRefWorker
@@ -150,6 +152,28 @@ def test_a_run_resumes_with_other_samples_and_says_what_is_lost(inputs, tmp_path
     trained([*options, change])
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
     assert ("samples in flight are not used" in caplog.text) == (before > 0)
+
+
+def test_rows_that_a_resume_leaves_out_are_not_paired_with_samples_in_flight(inputs, tmp_path, caplog):
+    """No key names other data: the same file has fewer rows now."""
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    longer = [
+        {**row, "prompt": [{"role": "user", "content": f"1{number}+1="}]}
+        for number, row in enumerate(rows[:8])
+    ]
+    pq.write_table(pa.Table.from_pylist([*longer, *rows]), tmp_path / "train.parquet")
+    cut = (
+        f"data.train_files={tmp_path / 'train.parquet'}",
+        "data.max_prompt_length=6",
+        "data.truncation=left",
+    )
+    options = overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.async_steps=1", *cut)
+    kill("update", 4, options)
+    latest = (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip()
+    named = f"trainer.resume_mode={tmp_path / 'run' / f'global_step_{latest}'}"
+    trained([*options, named, "data.filter_overlong_prompts=True"])
+    assert "samples in flight are not used" in caplog.text
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
