@@ -121,6 +121,9 @@ def test_a_resume_publishes_to_the_same_branch_and_a_finished_run_once(inputs, t
     assert len(hub.commits) == 1
     run("sft", inputs, folder, *saved, "trainer.total_training_steps=3")
     assert [(commit[1], commit[2][-1]) for commit in hub.commits] == [(branch, "2"), (branch, "3")]
+    back = [*saved, f"trainer.resume_mode={folder / 'global_step_2'}", "trainer.total_training_steps=3"]
+    run("sft", inputs, folder, *back)  # the model at the end is another one, of the same iteration
+    assert [commit[2][-1] for commit in hub.commits] == ["2", "3", "3"]
     run("sft", inputs, folder, *saved, "trainer.resume_mode=disable")
     assert hub.commits[-1][1].endswith("__5000000000")
 

@@ -39,7 +39,7 @@ from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
 from strop.data.pictures.parts import digests_of
-from strop.data.prompts import as_taken, encode_prompts, encode_responses
+from strop.data.prompts import AUTO, as_taken, encode_prompts, encode_responses, texts_before_answers
 from strop.data.rl_dataset import RLHFDataset, all_rows, columns_of
 from strop.data.sources import Rows
 from strop.data.template_check import chat_template_of, require_end
@@ -245,7 +245,9 @@ def _check_own_tokenizer(model: RewardModelModelConfig, tokenizer: Any, cache_di
 def _template_differs(tokenizer: Any) -> bool:
     """Return True if the chat template writes a response otherwise than a policy generates it."""
     prompt, response = [{"role": "user", "content": "1"}], {"role": "assistant", "content": "2"}
-    generated = [*encode_prompts([prompt], tokenizer)[0], *encode_responses(["2"], tokenizer)[0]]
+    before = texts_before_answers(tokenizer, AUTO, is_chat=True)
+    answers = encode_responses(["2"], tokenizer, before=before)
+    generated = [*encode_prompts([prompt], tokenizer)[0], *answers[0]]
     whole = tokenizer.apply_chat_template(as_taken([*prompt, response], tokenizer), return_dict=False)
     return whole != generated
 

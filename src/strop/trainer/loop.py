@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ class Run(ABC):
         if goes_on and not settings.val_only:
             self.checkpoints.go_on_from(trainer.global_step)
             self.write(lambda _: self.folder.archive_later(trainer.global_step), self.folder.path)
+            if (to := self.publication) is not None and (to.step or 0) > trainer.global_step:
+                self.publication = replace(to, step=None, commit=None)  # of the continuation that is left
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
             steps = {"step": trainer.global_step, "steps": trainer.global_step}
