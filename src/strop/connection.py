@@ -49,7 +49,7 @@ class Connection:
     def __init__(self, url: str, token: str | None, proxy: str | None = None) -> None:
         """``url``: http or https, or ``unix:`` and the path of a socket.
 
-        Raises ``ConfigError`` for a token that no header takes, and for addresses that are none.
+        Raises ``ConfigError`` for a token that no header takes, and for an address that is no URL.
         """
         token = None if token is None else token.strip()  # files of secrets end with a new line
         if token is not None and not (token.isascii() and token.isprintable()):
@@ -62,7 +62,7 @@ class Connection:
             transport = httpx2.AsyncHTTPTransport(limits=limits, trust_env=False, uds=socket, proxy=proxy)
         except ImportError as error:
             raise ConfigError(f"{url}: http.proxy: {error}") from None
-        except (ValueError, httpx2.InvalidURL):  # whose text may have a login
+        except (ValueError, httpx2.InvalidURL):  # the error's text may have a login
             raise ConfigError(f"{url}: http.proxy is no URL; expected http://HOST:PORT") from None
         try:
             self._client = httpx2.AsyncClient(

@@ -122,7 +122,7 @@ def to_yaml(config: RootConfig) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text such as 1e-5 too: a number to OmegaConf, unlike to YAML 1.1."""
+    """Dumper that quotes a text such as 1e-5 too: a number to OmegaConf, unlike to YAML 1.1."""
 
 
 _Dumper.add_implicit_resolver(

@@ -223,8 +223,8 @@ def read_prompt_table(
 
 
 _ANSWERS = ("response", "chosen", "rejected")
-_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that chat templates write beside its content."""
+_OTHER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that chat templates write in addition to its content."""
 _TOOLS = "tools"
 OWN_TOOLS = "environment tools"
 """Name of the tools of an environment in a row."""
@@ -311,10 +311,10 @@ def _with_chats(name: str, table: pa.Table, key: str, prompt_key: str) -> pa.Tab
 def _answer(where: str, chat: Any, prompt: Any) -> str:
     """Return the answer that ends a chat, of its own or after the prompt; ``DataError`` for any other."""
     *before, last = as_messages(chat) if prompt_problem(chat) is None else [{"role": ""}]
-    for key in filter(last.get, _BESIDE):
+    for key in filter(last.get, _OTHER_FIELDS):
         raise DataError(
-            f"{where}: the answer has {key} beside its content, which would be left out: write both as one "
-            "text, as the model generates it"
+            f"{where}: the answer has {key} in addition to its content, which would be left out: write both "
+            "as one text, as the model generates it"
         )
     if last["role"] != "assistant" or (before and before != as_messages(prompt or "")):
         raise DataError(

@@ -217,7 +217,9 @@ class Pool:
     async def _facts_of_weights(self, server: Server) -> dict[str, str]:
         patience_s = self._settings.patience_s
         if await server.wire.is_paused(patience_s):  # its weights may be others than it says
-            raise Lost("it is paused: a run sends it weights, or was ended as it did; then start it again")
+            raise Lost(
+                "it is paused: a run is sending weights to it, or was ended meanwhile; start the server again then"
+            )
         version = await server.wire.version(patience_s)
         if len(self._keepers) == 1:  # nothing to compare
             return {"weight_version": version}

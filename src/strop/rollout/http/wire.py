@@ -91,7 +91,7 @@ class VLLMWire:
         return str((await self._connection.call("/weight_info", deadline_s)).get("weight_version"))
 
     async def is_paused(self, deadline_s: float) -> bool:
-        """Return True if requests wait: weights are being sent, or who sent them was killed."""
+        """Return True if requests wait: weights are being sent, or the run that sent them was killed."""
         return (await self._connection.call("/is_paused", deadline_s)).get("is_paused") is True
 
     async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
