@@ -218,7 +218,8 @@ class Pool:
         patience_s = self._settings.patience_s
         if await server.wire.is_paused(patience_s):  # its weights may be others than it says
             raise Lost(
-                "it is paused: a run is sending weights to it, or was ended meanwhile; start the server again then"
+                "it is paused: a run is sending weights to it, or was ended meanwhile; then start the server "
+                "again"
             )
         version = await server.wire.version(patience_s)
         if len(self._keepers) == 1:  # nothing to compare
