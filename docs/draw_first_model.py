@@ -1,6 +1,6 @@
 """Draw docs/first_model.png from runs of the README's command, one after the other on two idle cores:
 
-for s in 1 2; do examples/first_model.sh --out runs/first/seed$s trainer.seed=$s; done
+for s in 1 2 3; do examples/first_model.sh --out runs/first/seed$s trainer.seed=$s; done
 .venv/bin/python docs/draw_first_model.py runs/first/seed*
 """
 
