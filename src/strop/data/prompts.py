@@ -284,7 +284,10 @@ def texts_before_answers(
     add no space, and for prompts that were rendered beforehand: these end in a control token, after which
     the space is added.
     """
-    first: Any = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False)[:1])
+    try:
+        first: Any = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False)[:1])
+    except Exception:  # noqa: BLE001 - one of the user's may have no such letter
+        return ()
     if not first or not str(first[0]).startswith(_SPACES):
         return ()
     if not is_chat:

@@ -393,8 +393,8 @@ class ReinforcementRun(Run):
         super().resume(checkpoint, goes_on=goes_on)
         trainer, changed = self.trainer, [change.key for change in self._changed_samples]
         words = [*map(str, self._changed_samples)]
-        batches: Any = trainer.train_loader.batches
-        if batches.has_another_order:  # also by rows that no key names
+        batches: Any = getattr(trainer.train_loader, "batches", None)  # none where it validates only
+        if batches is not None and batches.has_another_order:  # also by rows that no key names
             changed, words = [*changed, "data"], words or ["other rows"]
         if changed and (checkpoint / IN_FLIGHT).is_dir() and not self.settings.val_only:
             logger.warning(
