@@ -285,12 +285,17 @@ def test_nothing_that_a_scorer_returns_is_unpickled_or_called_by_the_run(
 
 
 def test_what_a_scorer_leaves_in_its_pipe_is_not_charged_to_the_next_sample(
-    process: RewardProcess, running: Running
+    process: RewardProcess, running: Running, tmp_path: Path
 ):
     """A thread writes after the answer."""
-    code = f"import threading\nthreading.Timer(0.05, exec, [{WRITES.format(text=b'late')!r}, {{}}]).start()"
+    written = tmp_path / "written"
+    late = f"{WRITES.format(text=b'late')}\nopen({str(written)!r}, 'w').close()"
+    code = f"import threading\nthreading.Timer(0.05, exec, [{late!r}, {{}}]).start()"
     assert run(process, code).status == "scored"
-    time.sleep(0.2)
+    end = time.monotonic() + 60
+    while not written.exists():  # a busy machine may start the thread late
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert run(process, "result = 3.0") == Outcome("scored", 3.0)
 
 
