@@ -127,7 +127,7 @@ class Run:
                 merge_adapter(folder, merged := Path(scratch) / "model", "float32")
                 folder = merged
             model = load_scorer(folder, fresh_head_seed=None) if scores else load_causal_lm(folder)
-            model.config._name_or_path = str(trained)
+            model.config.name_or_path = str(trained)
             return model, load_tokenizer(trained)
 
     def __repr__(self) -> str:
