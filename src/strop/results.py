@@ -119,9 +119,8 @@ class Run:
 
         folder = trained = self.model_path
         scores = auto_class(folder) == "AutoModelForSequenceClassification"
-        room = (
-            self.folder if os.access(self.folder, os.W_OK) else None
-        )  # for weights, which /tmp may not hold
+        # /tmp may not hold the weights
+        room = self.folder if os.access(self.folder, os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=room) as scratch:
             if is_adapter(folder):
                 merge_adapter(folder, merged := Path(scratch) / "model", "float32")

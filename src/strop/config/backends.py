@@ -256,3 +256,8 @@ def load_backend(reference: str) -> Any:
     """Import the attribute that ``reference`` ("module:attribute") names."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def engines_with(ability: str) -> str:
+    """Return the names of the engines that have an ability of ``ABILITIES``, in words."""
+    return " or ".join(name for name, kind in ENGINES.items() if ability in kind.offers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from strop.config.backends import ENGINES, ROLLOUTS
+from strop.config.backends import ENGINES, ROLLOUTS, engines_with
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import value_at
 from strop.config.schema.agent import uses_agent
@@ -53,8 +53,7 @@ def sessions(config: Any) -> Iterator[Finding]:
             )
     for name in ("actor_rollout_ref.actor", "critic"):
         if "branches" not in ENGINES[strategy := value_at(config, name).strategy].offers:
-            able = " or ".join(other for other, kind in ENGINES.items() if "branches" in kind.offers)
             yield error(
                 f"{name}.strategy={strategy} with agent: it does not compute sessions with branches; set "
-                f"{able}"
+                f"{engines_with('branches')}"
             )

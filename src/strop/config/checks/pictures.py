@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from strop.config.backends import ENGINES, ROLLOUTS
+from strop.config.backends import ROLLOUTS, engines_with
 from strop.config.batch_plan import engine_of, forward_passes, keys_of_pass
 from strop.config.keys import value_at
 from strop.config.memory.facts import read_config_file
@@ -50,8 +50,7 @@ def _problems(config: Config) -> Iterator[str]:
         )
     for run in ("actor", *forward_passes(config)):
         if "pictures" not in engine_of(config, run).offers:
-            able = " or ".join(name for name, kind in ENGINES.items() if "pictures" in kind.offers)
-            yield f"{run}'s engine reads text alone; set its strategy to {able}"
+            yield f"{run}'s engine reads text alone; set its strategy to {engines_with('pictures')}"
         key = keys_of_pass(run).sequence_parallel
         if (size := value_at(config, key)) > 1:
             yield f"{key}={size} shares rows of text; set it to 1"
