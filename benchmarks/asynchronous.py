@@ -4,8 +4,8 @@
 iteration of a block is not counted, and a block ends when nothing is being generated.
 
 1. Real cores: GRPO of a 5M model with uneven lengths. Synchronous with one thread and with all, and
-   ``async_steps=1`` with a thread for each side. The bound is the longer of generation and learning with one
-   thread, of the same run.
+   ``async_steps=1`` and 4 with a thread for each side. The bound is the longer of generation and learning
+   with one thread, of the same run.
 2. An engine whose decode step costs a fixed time, as on a GPU: long tails of lengths, updates of half the
    time of generation. What more than one step ahead brings.
 """
@@ -182,12 +182,12 @@ def main() -> None:
                 {
                     "synchronous, 1 thread": (1, []),
                     f"synchronous, {cores} threads": (cores, []),
-                    "async_steps=1": (cores, [*_AHEAD, "trainer.async_steps=1"]),
+                    **{f"async_steps={s}": (cores, [*_AHEAD, f"trainer.async_steps={s}"]) for s in (1, 4)},
                 },
                 arguments.rounds,
                 folder / "real",
             )
-        single, every, ahead = modes
+        single, every, ahead, _ = modes
         learn = single.median("wall") - single.median("gen")
         bound = max(single.median("gen"), learn)
         lines += [

@@ -169,12 +169,23 @@ def test_a_stream_has_the_same_answer(client):
     assert chunks[-1].usage.completion_tokens <= 50
 
 
-def test_requests_without_the_key_are_refused(model, client):
+def test_models_are_listed_and_found_by_name(model, client):
     assert [one.id for one in client.models.list()] == [model.name]
+    assert client.models.retrieve(model.name).id == model.name
+    with pytest.raises(openai.NotFoundError, match=f"no model 'a/b'; the models are {model.name}"):
+        client.models.retrieve("a/b")
+
+
+def test_requests_without_the_key_are_refused(model, client):
+    requests = (
+        lambda c, **more: c.models.list(**more),
+        lambda c, **more: c.models.retrieve(model.name, **more),
+        lambda c, **more: ask(c, **more),
+    )
     for key in ("wrong", "", "rightly"):
         stranger = client.with_options(api_key=key) if key else client
         headers = {"Authorization": f"Bearer {key}".encode()} if key else {"Authorization": openai.omit}
-        for request in (lambda c, **more: c.models.list(**more), lambda c, **more: ask(c, **more)):
+        for request in requests:
             with pytest.raises(openai.AuthenticationError, match="missing or wrong") as refused:
                 request(stranger, extra_headers=headers)
             assert refused.value.response.headers["x-should-retry"] == "false"

@@ -72,6 +72,7 @@ class Server:
         before = "/s/{key}" if self._key_in_path else ""
         app.router.add_post(f"{before}/v1/chat/completions", self._complete)
         app.router.add_get(f"{before}/v1/models", self._models)
+        app.router.add_get(f"{before}/v1/models/{{name:.+}}", self._model)
         app.router.add_route("*", "/{path:.*}", _unknown)
         # a handler is cancelled when its client is gone
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -94,11 +95,18 @@ class Server:
             self._require_token(request)
         except Refusal as refusal:
             return _refused(refusal.status, str(refusal))
-        names = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "strop"}
-            for name in self._handler.models()
-        ]
-        return web.json_response({"object": "list", "data": names})
+        models = [_model_named(name) for name in self._handler.models()]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._require_token(request)
+        except Refusal as refusal:
+            return _refused(refusal.status, str(refusal))
+        name, names = request.match_info["name"], self._handler.models()
+        if name not in names:
+            return _refused(404, f"there is no model {name[:80]!r}; the models are {', '.join(names)}")
+        return web.json_response(_model_named(name))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -118,6 +126,10 @@ class Server:
         if body.get("stream"):
             return await _streamed(request, body, reply)
         return web.json_response(_completion(body, reply))
+
+
+def _model_named(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "strop"}
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
