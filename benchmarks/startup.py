@@ -3,9 +3,10 @@
     python benchmarks/startup.py [--rounds 5] [--src OTHER/src] [--out FILE]
 
 The commands see a model of 100,000 parameters in a folder, a file of sums and a reward function of one line.
-With ``--src`` another strop's sources are measured alternately, with the same packages. Seconds by the clock
-are those of an otherwise idle machine only; CPU seconds, of all processes of a command, carry over. Bytecode
-is written before the first round, as by an installation. A run is three iterations of 8 samples.
+With ``--src`` another strop's sources are measured alternately, with the same packages; "-": it has no
+such command or line. Seconds by the clock are those of an otherwise idle machine only; CPU seconds, of all
+processes of a command, carry over. Bytecode is written before the first round, as by an installation. A run
+is three iterations of 8 samples.
 """
 
 from __future__ import annotations
@@ -25,30 +26,33 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import tiny_model
 
-REWARD = "def reward(response, answer):\n    return float(response == answer)\n"
-ROWS = "prompt,answer\n" + "".join(f"{a}+{b}=,{a + b}\n" for a in range(5) for b in range(5))
-ARGUMENTS = ["model", "sums.csv", "--reward", "reward.py", "data.train_batch_size=8"]
-RUN = [
-    "--n",
-    "1",
-    "--steps",
-    "3",
+REWARD = (
+    "def compute_score(solution_str, ground_truth, **_):\n    return float(solution_str == ground_truth)\n"
+)
+ROWS = "prompt,ground_truth\n" + "".join(f"{a}+{b}=,{a + b}\n" for a in range(5) for b in range(5))
+ARGUMENTS = [  # as 0.1.0 takes them, too
+    "data.train_files=sums.csv",
+    "actor_rollout_ref.model.path=model",
+    "custom_reward_function.path=reward.py",
+    "data.train_batch_size=8",
     "data.max_response_length=4",
     "algorithm.adv_estimator=reinforce_plus_plus",
+    "actor_rollout_ref.rollout.name=hf",
+    "trainer.total_training_steps=3",
 ]
 COMMANDS = {
     "strop --help": ["--help"],
     "strop train --help": ["train", "--help"],
     "strop keys lr": ["keys", "lr"],
-    "strop check": ["check", *ARGUMENTS, *RUN],
-    "strop train": ["train", *ARGUMENTS, *RUN],
+    "strop check": ["check", *ARGUMENTS],
+    "strop train": ["train", *ARGUMENTS],
 }
 MOMENTS = {"first line": "", "loading the model": "loading the model", "first step": "step 1/"}
 """Of a run, by the beginning of the line that shows it."""
 
 
-def measure(arguments: list[str], source: Path, folder: Path) -> dict[str, float]:
-    """Run a command; return its moments, ``end`` and ``CPU`` in seconds."""
+def measure(arguments: list[str], source: Path, folder: Path) -> dict[str, float] | None:
+    """Run a command; return its moments, ``end`` and ``CPU`` in seconds, or None if this strop lacks it."""
     command = [sys.executable, "-m", "strop.cli", *arguments]
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -63,9 +67,16 @@ def measure(arguments: list[str], source: Path, folder: Path) -> dict[str, float
             if line.startswith(beginning):
                 found.setdefault(moment, time.perf_counter() - began)
     _, status, used = os.wait4(child.pid, 0)
+    if status and "invalid choice" in lines[-1]:
+        return None
     if status:
         raise SystemExit("".join(lines[-30:]))
     return found | {"end": time.perf_counter() - began, "CPU": used.ru_utime + used.ru_stime}
+
+
+def median(rounds: list[dict[str, float] | None], title: str) -> str:
+    values = [one[title] for one in rounds if one and title in one]
+    return f"{statistics.median(values):.2f}" if values else "-"
 
 
 def main() -> None:
@@ -92,25 +103,18 @@ def main() -> None:
         (folder / "reward.py").write_text(REWARD)
         (folder / "sums.csv").write_text(ROWS)
         for command, arguments in COMMANDS.items():
-            found: dict[str, list[dict[str, float]]] = {source: [] for source in sources}
+            found: dict[str, list[dict[str, float] | None]] = {source: [] for source in sources}
             for number in range(options.rounds + 1):
                 for source, path in sources.items():
                     out = (
                         [f"trainer.default_local_dir=run-{source}-{number}"]
-                        if "sums.csv" in arguments
+                        if len(arguments) > len(ARGUMENTS)
                         else []
                     )
                     found[source].append(measure([*arguments, *out], path, folder))
             for source, rounds in found.items():
-                counted = rounds[1:]  # the first writes bytecode
-                shown = MOMENTS if command == "strop train" else ()
-                medians = [
-                    f"{statistics.median(one[title] for one in counted):.2f}"
-                    if title in shown or title in ("end", "CPU")
-                    else ""
-                    for title in titles[2:]
-                ]
-                lines.append(f"| `{command}` | {source} | {' | '.join(medians)} |")
+                figures = [median(rounds[1:], title) for title in titles[2:]]  # the first writes bytecode
+                lines.append(f"| `{command}` | {source} | {' | '.join(figures)} |")
                 print(lines[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
