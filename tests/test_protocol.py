@@ -159,3 +159,5 @@ def test_the_output_of_a_reward_manager_is_stored_as_its_scores():
     data, scores = _three_rows(), torch.ones(3, 2)
     data.batch["token_level_scores"] = RewardOutput(scores, {}, {}, [], [""] * 3)
     assert data.batch["token_level_scores"] is scores
+    data.batch["token_level_scores"] = {"reward_tensor": -scores, "reward_extra_info": {}}
+    assert torch.equal(data.batch["token_level_scores"], -scores)

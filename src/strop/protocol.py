@@ -39,7 +39,9 @@ class TensorColumns(dict[str, "Tensor"]):
         return torch.Size([next(map(len, self.values()), 0)])
 
     def __setitem__(self, name: str, column: Any) -> None:
-        # the output of a reward manager stands for its scores
+        # the output of a reward manager, of verl's a mapping, stands for its scores
+        if isinstance(column, Mapping):
+            column = column.get("reward_tensor", column)
         scores = column if torch.is_tensor(column) else getattr(column, "token_level_scores", column)
         super().__setitem__(name, scores)
 

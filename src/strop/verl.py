@@ -29,11 +29,14 @@ def apply_kl_penalty(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add ``token_level_rewards`` [B, T] to the batch, score_t - beta kl_t; then update ``kl_ctrl``.
 
-    Reads ``token_level_scores``, ``response_mask``, ``old_log_probs`` and ``ref_log_prob``, or ``full_kl``.
+    Reads ``token_level_scores``, ``response_mask``, ``old_log_probs`` and ``ref_log_prob``, or ``full_kl``,
+    which with a coefficient of 0 may be absent: the rewards are then the scores.
     Return the batch, and the metrics ``critic/kl`` and ``critic/kl_coeff``.
     """
     columns, mask_BT, beta = data.batch, data.batch["response_mask"], kl_ctrl.value
-    if kl_penalty == "full":
+    if beta == 0 and not {"ref_log_prob", "full_kl"} & columns.keys():  # the run has no reference
+        kl_BT = torch.zeros_like(mask_BT)
+    elif kl_penalty == "full":
         kl_BT = columns["full_kl"]
     else:
         kl_BT = kl.kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], kl_penalty, mask_BT)
@@ -163,7 +166,8 @@ class VerlNames:
 
     ``actor_rollout_wg``, ``ref_policy_wg``, ``critic_wg`` and ``rm_wg`` are its groups (``WholeBatches``),
     ``kl_ctrl`` is the controller of the KL coefficient. ``train_dataloader`` iterates over what is left of an
-    epoch, ``val_dataloader`` over the validation prompts.
+    epoch, ``val_dataloader`` over the validation prompts. ``global_steps`` is the number of the iteration in
+    progress, from 1; a ``fit`` of one's own advances it.
     """
 
     actor_rollout_wg = property(lambda self: WholeBatches(self, "actor"))
@@ -173,6 +177,14 @@ class VerlNames:
     kl_ctrl = property(lambda self: self.ppo.kl_controller)
     train_dataloader = property(lambda self: OneEpoch(**vars(self.train_loader)))
     val_dataloader = property(lambda self: self.val_loader)
+    use_reference_policy = property(lambda self: self.ref is not None)
+    use_critic = property(lambda self: self.critic is not None)
+    use_rm = property(lambda self: self.reward_model is not None)
+    total_training_steps = property(lambda self: self.total_steps)
+    # verl's loop sets 0, validates, and adds 1 before its first iteration
+    global_steps = property(
+        lambda self: self.global_step + 1, lambda self, number: setattr(self, "global_step", number - 1)
+    )
 
     def _create_dataloader(
         self: Any, train_dataset: Any, val_dataset: Any, collate_fn: Any = None, train_sampler: Any = None

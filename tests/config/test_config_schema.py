@@ -11,7 +11,7 @@ from strop.config.schema import Config
 from strop.config.trees import PPO
 from strop.errors import ConfigError
 
-from messages import mentions
+from messages import mentions, naming
 
 
 def test_no_field_has_a_second_default():
@@ -88,6 +88,19 @@ def test_a_wrong_value_is_one_line_with_found_and_expected(override, found, expe
 )
 def test_the_nearest_key_is_found(wrong, right):
     assert nearest_key(wrong) == right
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("max_tokens", "data.max_response_length"),
+        ("best_of", "actor_rollout_ref.rollout.n"),
+        ("guided_decoding", "actor_rollout_ref.rollout.structured_outputs"),
+    ],
+)
+def test_names_of_sampling_in_vllm_lead_to_the_key(name, right):
+    with pytest.raises(ConfigError, match=naming(f"rollout.{name}", f"did you mean {right}?")):
+        load_config([f"+actor_rollout_ref.rollout.{name}=1"])
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ reward_model: {strategy: megatron, megatron: *layout}
         ([f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml"], ["tool_config_path", "environment.tools=["]),
         ([f"{ROLLOUT}.multi_turn.interaction_config_path=i.yaml"], ["respond", "environment.path="]),
         ([f"{ROLLOUT}.multi_turn.max_tool_response_length=512"], ["environment.answer_length, in tokens"]),
+        ([f"+{ROLLOUT}.skip_special_tokens=False"], ["skip_special_tokens=False", "rewards"]),
         (["reward_model.reward_manager=dapo"], ["reward_manager=dapo", "parts.overlong", "module:DAPO"]),
         (["algorithm.rollout_correction.rollout_rs=token"], ["rollout_rs=token", "rollout_is_mode=mask"]),
         (["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"], ["use_kl_in_reward=True", "loss"]),

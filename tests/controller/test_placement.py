@@ -41,7 +41,7 @@ def test_a_pool_that_no_role_uses_gets_no_places():
 
 def test_pools_are_found_by_role():
     manager = ResourcePoolManager(
-        {"main": [8, 8], "small": [2]}, {Role.ActorRollout: "main", Role.Critic: "small"}
+        {"main": [8, 8], "small": 2}, {Role.ActorRollout: "main", Role.Critic: "small"}
     )
     assert manager.pool_of(Role.ActorRollout).world_size == 16
     assert manager.pool_of(Role.Critic).processes_per_node == (2,)

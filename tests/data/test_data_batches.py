@@ -41,6 +41,15 @@ def test_prompts_are_padded_on_the_left():
     assert {tensor.dtype for tensor in batch.batch.values()} == {torch.int64}
 
 
+def test_rows_that_are_padded_as_verls_have_the_same_batch():
+    padded = {"attention_mask": torch.tensor([0, 0, 1, 1]), "position_ids": torch.tensor([0, 0, 0, 1])}
+    batch = collate([row(5, 5, 7, 9, **padded)], pad_token_id=99, max_prompt_length=3)
+    assert batch.batch["input_ids"].tolist() == [[99, 7, 9]]
+    assert batch.batch["attention_mask"].tolist() == [[0, 1, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 0, 1]]
+    assert not batch.non_tensor_batch
+
+
 def test_other_fields_become_object_columns_even_when_they_look_like_a_matrix():
     rows = [
         row(1, raw_prompt_ids=[1, 2], reward_model={"ground_truth": "3"}),

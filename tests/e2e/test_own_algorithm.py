@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop import RayPPOTrainer, ResourcePoolManager, Role
+from strop import (
+    ActorRolloutRefWorker,
+    RayPPOTrainer,
+    ResourcePoolManager,
+    RewardManager,
+    RLHFDataset,
+    Role,
+)
 from strop.config.load import load_config
-from strop.controller.group import LocalWorkerGroup
+from strop.controller.group import Dispatch, LocalWorkerGroup, register
 from strop.data.build import as_batch
 from strop.data.loader import SampledBatches, collate
 from strop.errors import CheckpointError, ConfigError, DataError
@@ -162,3 +169,72 @@ def test_actor_rollout_and_reference_in_one_worker_train_the_same(inputs, tmp_pa
     together = runs.train(options(inputs, tmp_path / "together", *few, *one))
     assert set(together.groups) == {"actor"}
     assert together.actor.weights_hash() == apart.actor.weights_hash()
+
+
+class Padded(torch.utils.data.Dataset):
+    """Rows of a file, padded on the left as those of verl's data sets."""
+
+    def __init__(self, file):
+        self.rows = RLHFDataset(file, tiny_model.build_tokenizer(), max_prompt_length=8)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        row = self.rows[number]
+        ids, width = row.pop("input_ids"), 8
+        mask = (torch.arange(width) >= width - len(ids)).long()
+        positions = (mask.cumsum(0) - 1).clamp(min=0)
+        return {
+            **row,
+            "input_ids": torch.nn.functional.pad(ids, (width - len(ids), 0), value=1),
+            "attention_mask": mask,
+            "position_ids": positions,
+        }
+
+
+class WithValidation(RayPPOTrainer):
+    def _validate(self):
+        return {"val/of_mine": 1.0, **super()._validate()}
+
+
+def test_data_sets_and_validation_of_a_program(inputs, tmp_path):
+    """Its data sets need no files, and train as the same rows of files do."""
+    few, found = ("algorithm.adv_estimator=grpo", "trainer.test_freq=2", "trainer.save_freq=1"), []
+    files = [inputs / "train.parquet", inputs / "val.parquet"]
+    for own in (True, False):
+        given = options(inputs, tmp_path / str(own), *few)
+        datasets: list = [None, None]
+        if own:
+            given = [key for key in given if not key.startswith(("data.train_files", "data.val_files"))]
+            datasets = [Padded(file) for file in files]
+        trainer = WithValidation(
+            load_config(given),
+            tiny_model.build_tokenizer(),
+            {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker},
+            ResourcePoolManager({"p": [1]}, {Role.ActorRollout: "p", Role.RefPolicy: "p"}),
+            LocalWorkerGroup,
+            RewardManager(tiny_model.build_tokenizer(), 0),
+            train_dataset=datasets[0],
+            val_dataset=datasets[1],
+        )
+        trainer.init_workers()
+        runs.fit(trainer)
+        found.append((trainer.actor.weights_hash(), runs.metrics(tmp_path / str(own))[-1]))
+        trainer.shutdown()
+    assert found[0] == found[1]
+    assert found[0][1]["val/of_mine"] == 1
+    assert "val/test_score/strop/arithmetic" in found[0][1]
+
+
+def test_a_method_that_overrides_a_marked_one_is_called_as_that():
+    class Base:
+        @register(Dispatch.DATA_PARALLEL)
+        def length(self, batch):
+            return len(batch)
+
+    class Own(Base):
+        def length(self, batch):
+            return -super().length(batch)
+
+    assert LocalWorkerGroup(worker_cls=Own, init_kwargs={}).length(DataProto({"x": torch.ones(3)})) == -3

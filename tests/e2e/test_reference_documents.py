@@ -14,6 +14,7 @@ import pytest
 import ray
 import reference_forms
 import torch
+from omegaconf import OmegaConf
 
 import strop
 from strop import (
@@ -221,15 +222,14 @@ class ByTheNotes(RayPPOTrainer):
         return names["batch"], {**names["kl_metrics"], **outputs[0]["metrics"], **outputs[1]["metrics"]}
 
 
-def train_by_the_notes(options: list[str], trainer_cls: type, group_cls: type) -> Any:
+def train_by_the_notes(config: Any, trainer_cls: type, group_cls: type) -> Any:
     """Train with what the notes say; return the trainer."""
-    config = load_config(options)
     names: dict[str, Any] = {"config": config, "ray": ray, "processor": None, "collate_fn": None}
     names |= {name: getattr(strop, name) for name in strop.BUILDING_BLOCKS}
     names |= {"train_sampler": None, "tokenizer": load_tokenizer(config.actor_rollout_ref.model.path)}
     exec(program("WORKERS"), names)
     exec(program("INPUTS"), names)
-    roles = names["role_worker_mapping"]
+    roles = {**names["role_worker_mapping"], strop.Role.RewardModel: strop.RewardModelWorker}
     pools = strop.ResourcePoolManager({"all": [config.trainer.n_gpus_per_node]}, dict.fromkeys(roles, "all"))
     trainer = trainer_cls(
         config,
@@ -254,7 +254,8 @@ def trained_as_ever(folder: Path, group_cls: type, *options: str, by: type = ByT
     trainers, lines = [], []
     for kind in (by, RayPPOTrainer):
         run = folder / kind.__name__
-        trainers.append(train_by_the_notes(overrides(inputs, run, *options), kind, group_cls))
+        config = load_config(overrides(inputs, run, *options))
+        trainers.append(train_by_the_notes(config, kind, group_cls))
         lines.append(metrics(run)[-1])
     assert hashes(trainers[0]) == hashes(trainers[1])
     for name in ("critic/kl", "critic/kl_coeff", "actor/pg_loss", "critic/vf_loss", "actor/lr"):
@@ -274,6 +275,79 @@ def test_the_iteration_of_the_notes_trains_as_the_run_does(tmp_path):
 
 def test_the_iteration_of_the_notes_with_a_full_kl(tmp_path):
     trained_as_ever(tmp_path, LocalWorkerGroup, "trainer.worker_group=local", "algorithm.kl_penalty=full")
+
+
+def test_the_programs_of_the_notes_take_a_configuration_of_hydra(tmp_path):
+    inputs, group, found = make_inputs(tmp_path), "trainer.worker_group=local", []
+    for kind in (OmegaConf.from_dotlist, load_config):
+        options = overrides(inputs, tmp_path / kind.__name__, group, "reward_model.enable=False")
+        config = kind(options)
+        if OmegaConf.is_config(config):
+            OmegaConf.set_struct(config, True)  # as in a program of Hydra: absent keys raise
+        found.append(hashes(train_by_the_notes(config, RayPPOTrainer, LocalWorkerGroup)))
+    assert found[0] == found[1]
+
+
+def test_a_step_that_leaves_the_filter_of_groups_out_is_named(tmp_path, caplog):
+    keys = "trainer.worker_group=local", "algorithm.filter_groups.enable=True"
+    config = load_config(overrides(make_inputs(tmp_path), tmp_path / "run", *keys))
+    train_by_the_notes(config, ByTheNotes, LocalWorkerGroup)
+    found = [text for text in caplog.messages if "filter_groups.enable=True; ByTheNotes.step" in text]
+    assert len(found) == 1
+
+
+class ByALoop(RayPPOTrainer):
+    """A loop of one's own, with what verl's loop reads of its trainer."""
+
+    def fit(self):
+        self.global_steps = 0
+        assert self._validate()
+        self.global_steps += 1
+        while self.global_steps <= self.total_training_steps:
+            for prompts in self.train_dataloader:
+                self.iteration(prompts)
+                self.global_steps += 1
+                if self.global_steps > self.total_training_steps:
+                    break
+
+    def iteration(self, batch):
+        settings, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
+        gen_batch = batch.pop(batch_keys=["input_ids", "attention_mask", "position_ids"])
+        output = self.actor_rollout_wg.generate_sequences(gen_batch)
+        batch.non_tensor_batch["uid"] = np.array([str(row) for row in range(len(batch))], dtype=object)
+        batch = batch.repeat(repeat_times=n, interleave=True).union(output)
+        batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+        if self.use_reference_policy:
+            batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
+        if self.use_critic:
+            batch = batch.union(self.critic_wg.compute_values(batch))
+        if self.use_rm:
+            batch = batch.union(self.rm_wg.compute_rm_score(batch))
+        batch.batch["token_level_scores"] = self.reward_fn(batch)
+        batch, _ = verl.apply_kl_penalty(batch, kl_ctrl=self.kl_ctrl, kl_penalty=settings.kl_penalty)
+        batch = verl.compute_advantage(batch, settings.adv_estimator, num_repeat=n)
+        if self.use_critic:
+            self.critic_wg.update_critic(batch)
+        if self.config.trainer.critic_warmup < self.global_steps:
+            self.actor_rollout_wg.update_actor(batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["trainer.critic_warmup=1", "actor_rollout_ref.actor.optim.warmup_style=linear"],
+        ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0"],
+    ],
+)
+def test_a_loop_with_the_names_of_verls_trainer_trains_as_ever(tmp_path, options):
+    inputs, with_model = inputs_with_reward_model(tmp_path)
+    options = [*options, "trainer.worker_group=local", "trainer.total_training_steps=4"]
+    found = []
+    for kind in (ByALoop, RayPPOTrainer):
+        run = tmp_path / kind.__name__
+        config = load_config(overrides(inputs, run, *options, *with_model))
+        found.append(hashes(train_by_the_notes(config, kind, LocalWorkerGroup)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 
 from strop.config.load import load_config
 from strop.protocol import DataProto
+from strop.rewards.base import as_reward
 from strop.rewards.loading import load_reward_manager
 from strop.trainer.scores import PendingScores
 
@@ -97,6 +98,8 @@ def test_a_manager_written_for_verl_scores_as_there(load: Callable[..., Any], ba
     assert found.batch["reward/acc"].tolist() == [1.0, 0.0, 1.0]
     assert found.non_tensor_batch["reward_text/pred"].tolist() == [None, "12", "345"]
     assert "reward/pred" not in found.batch
+    reward = as_reward(load(LIKE_THEIRS, "Manager", penalty={"cost": 0.25}))
+    assert torch.equal(reward(batch, return_dict=False), expected)
 
 
 def test_scores_of_the_reward_model_stand_at_the_last_token(load: Callable[..., Any], batch: DataProto):

@@ -130,6 +130,7 @@ _OTHER_NAMES = {
     **_SHORT_NAMES,
     "advantage_estimator": "algorithm.adv_estimator",
     "batch_size": "data.train_batch_size",
+    "best_of": "rollout.n",
     "beta": "actor.kl_loss_coef",
     "bf16": "model.compute_dtype",
     "epochs": "trainer.total_epochs",
@@ -137,6 +138,7 @@ _OTHER_NAMES = {
     "eval_dataset": "data.val_files",
     "eval_steps": "trainer.test_freq",
     "generate_max_len": "data.max_response_length",
+    "guided_decoding": "rollout.structured_outputs",
     "init_kl_coef": "kl_ctrl.kl_coef",
     "input_key": "data.prompt_key",
     "label_key": "data.answer_key",
@@ -145,6 +147,7 @@ _OTHER_NAMES = {
     "max_completion_length": "data.max_response_length",
     "max_new_tokens": "data.max_response_length",
     "max_steps": "trainer.total_training_steps",
+    "max_tokens": "data.max_response_length",
     "model_name_or_path": "model.path",
     "n_samples_per_prompt": "rollout.n",
     "num_episodes": "trainer.total_epochs",
@@ -163,9 +166,10 @@ _OTHER_NAMES = {
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "seed": "trainer.seed",
     "train_dataset": "data.train_files",
+    "truncate_prompt_tokens": "data.truncation",
     "use_vllm": "rollout.name",
 }
-"""Short names, and those of transformers, TRL and OpenRLHF -> the end of the key here."""
+"""Short names, and those of transformers, TRL, OpenRLHF and vLLM's sampling -> the end of the key here."""
 
 
 def short_names(schema: type[RootConfig]) -> dict[str, str]:

@@ -61,8 +61,9 @@ class Mark:
 
 
 def mark_of(worker_cls: type, name: str) -> Mark | None:
-    """Return the mark of a method, or None if groups must not call it."""
-    return getattr(getattr(worker_cls, name, None), _MARK, None)
+    """Return the mark of a method, or of the one that it overrides; None if groups must not call it."""
+    methods = (vars(cls).get(name) for cls in worker_cls.__mro__)
+    return next((mark for method in methods if (mark := getattr(method, _MARK, None))), None)
 
 
 def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, tuple[int, int]]:

@@ -44,12 +44,17 @@ class ResourcePool:
 class ResourcePoolManager:
     """Map each role to its pool; roles with the same pool share its processes (co-located placement).
 
-    Roles of one's own are strings or members of another enum. Raises ``ConfigError`` when a role names a pool
-    that the specification lacks.
+    Roles of one's own are strings or members of another enum. A pool is given by its processes on each node,
+    or by their number on one. Raises ``ConfigError`` when a role names a pool that the specification lacks.
     """
 
-    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Any, str]) -> None:
-        self.pools = {name: ResourcePool(name, spec) for name, spec in resource_pool_spec.items()}
+    def __init__(
+        self, resource_pool_spec: Mapping[str, Sequence[int] | int], mapping: Mapping[Any, str]
+    ) -> None:
+        self.pools = {
+            name: ResourcePool(name, [spec] if isinstance(spec, int) else spec)
+            for name, spec in resource_pool_spec.items()
+        }
         self.mapping = dict(mapping)
         for role, name in self.mapping.items():
             if name not in self.pools:

@@ -26,7 +26,7 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
     Tensors, all int64 [B, P]: ``input_ids``, ``attention_mask`` and ``position_ids`` = clip(cumsum(mask) -
     1, 0). Prompts end at column P in every row, so that generation continues there; P does not depend
     on the batch. ``images`` int64 [B, I], of rows that may have pictures. All other fields become object
-    columns [B].
+    columns [B]. Rows that are padded, as those of verl's data sets, have a tensor ``attention_mask``.
 
     Raises :class:`DataError` when a prompt is longer than P, or when the rows have different fields.
     """
@@ -35,26 +35,31 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
     names = rows[0].keys()
     # without pictures images may be a column of the user
     tensors = {"input_ids"} | ({"images"} if torch.is_tensor(rows[0].get("images")) else set())
+    is_padded = torch.is_tensor(rows[0].get("attention_mask"))
+    computed = {"attention_mask", "position_ids"} if is_padded else set()
     for number, row in enumerate(rows):
         if row.keys() != names:
             raise DataError(
                 f"collate: row {number} of the batch differs in the fields {sorted(row.keys() ^ names)}"
             )
-        length = len(row["input_ids"])
+        ids = torch.as_tensor(row["input_ids"])
+        if is_padded:
+            ids = ids[row["attention_mask"].bool()]
+        length = len(ids)
         if length > max_prompt_length:
             raise DataError(
                 f"collate: row {number} of the batch has {length} prompt tokens, "
                 f"the limit is {max_prompt_length}"
             )
         # Not -length: a slice from -0 would be the whole row.
-        input_ids_BP[number, max_prompt_length - length :] = row["input_ids"]
+        input_ids_BP[number, max_prompt_length - length :] = ids
         attention_mask_BP[number, max_prompt_length - length :] = 1
     return DataProto.from_dict(
         tensors={
             **sequence_columns(input_ids_BP, attention_mask_BP),
             **{name: torch.stack([row[name] for row in rows]) for name in tensors - {"input_ids"}},
         },
-        non_tensors={name: [row[name] for row in rows] for name in names - tensors},
+        non_tensors={name: [row[name] for row in rows] for name in names - tensors - computed},
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from strop.config.load import as_config
 from strop.data.loader import RowDataset
 from strop.data.pictures.expand import PromptPictures
 from strop.data.pictures.rows import check_first, pictures_of
@@ -293,11 +294,13 @@ def create_rl_dataset(
     *,
     tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> RLHFDataset:
-    """Build the data set that ``config.data`` describes.
+    """Build the data set that ``config.data`` describes; one of Hydra needs only the keys that differ.
 
     ``processor`` is that of a model of images and text, or its folder; None: rows with pictures load it from
     the tokenizer's folder. ``tools_of`` returns the tools of a row's environment.
     """
+    if isinstance(data_config, Mapping):
+        data_config = as_config({"data": dict(data_config)}).data  # dict: resolved beside the other sections
     return RLHFDataset(
         files,
         tokenizer,
@@ -413,6 +416,13 @@ def columns_of(dataset: RowDataset, row: int) -> dict[str, Any]:
     while isinstance(dataset, Subset):
         dataset, row = dataset.dataset, dataset.rows[row]
     return dataset.columns(row) if isinstance(dataset, RLHFDataset) else dataset[row]
+
+
+def data_sources_of(dataset: RowDataset) -> set[str]:
+    """Return the data sources of a data set; one of the user may lack the method, but not the column."""
+    if hasattr(all_rows(dataset), "data_sources"):
+        return dataset.data_sources()
+    return {dataset[row]["data_source"] for row in range(len(dataset))}
 
 
 def all_rows(dataset: RowDataset) -> RowDataset:

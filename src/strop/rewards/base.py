@@ -156,9 +156,9 @@ class BatchReward(Reward):
             takes_dict = False
         self._options = {"return_dict": True} if takes_dict else {}
 
-    def __call__(self, batch: DataProto) -> Any:
+    def __call__(self, batch: DataProto, **options: Any) -> Any:
         copy = DataProto(batch.batch, dict(batch.non_tensor_batch), dict(batch.meta_info))
-        return self._function(copy, **self._options)
+        return self._function(copy, **(self._options | options))
 
     def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
         return _PendingBatch(self)

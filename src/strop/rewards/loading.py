@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from strop.algorithms.registry import accepted, resolve
+from strop.config.load import as_config
 from strop.config.names import NO_REWARD
 from strop.errors import ConfigError
 from strop.rewards.base import BatchReward
@@ -47,7 +48,7 @@ _OFF = (None, False, 0, {}, "data_source")
 
 
 def load_reward_manager(
-    config: Config,
+    config: Config | Mapping[str, Any],
     tokenizer: Any,
     num_examine: int = 0,
     by_environment: bool = False,
@@ -60,11 +61,13 @@ def load_reward_manager(
     path of a class. Its arguments are ``tokenizer``, ``num_examine``, the entries of ``reward_kwargs``
     (mappings as ``DictConfig``), and those of ``compute_score`` (from ``custom_reward_function``, or None),
     ``reward_fn_key`` and ``_SECTION_KEYS`` that it accepts. ``by_environment``: an environment gives rewards.
+    ``config`` may be Hydra's, which needs only the keys that differ from the defaults.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
             ignored, or an unusable custom reward function.
     """
+    config = as_config(config)
     section = config.reward_model
     workers = section.num_workers or default_num_workers()
     built_in = {

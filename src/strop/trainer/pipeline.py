@@ -174,6 +174,11 @@ class Pipeline:
         self.ready_batches = 0
         """Complete batches when the learner took the last one."""
 
+    @property
+    def is_used(self) -> bool:
+        """True if a batch was taken, in this run or before its checkpoint."""
+        return self._taken > 0
+
     def take(self, iteration: int) -> Samples:
         """Begin what the schedule has before the update of ``iteration``; wait for its samples.
 

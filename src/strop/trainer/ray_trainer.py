@@ -21,6 +21,7 @@ from strop.config.checks.check import check
 from strop.config.checks.pictures import require_pictures
 from strop.config.identity import Change
 from strop.config.load import as_config
+from strop.config.memory.choices import with_values
 from strop.config.roles import (
     has_reward,
     has_teacher_role,
@@ -33,7 +34,13 @@ from strop.config.schema import Config
 from strop.config.schema.agent import uses_agent
 from strop.config.schema.environment import uses_environment
 from strop.controller.pools import ResourcePoolManager, Role, name_of
-from strop.data.rl_dataset import RLHFDataset, all_rows, image_processor_name, max_pictures
+from strop.data.rl_dataset import (
+    RLHFDataset,
+    all_rows,
+    data_sources_of,
+    image_processor_name,
+    max_pictures,
+)
 from strop.data.sources import Rows
 from strop.environments.loading import Environments
 from strop.errors import ConfigError, RewardError
@@ -134,6 +141,12 @@ class RayPPOTrainer(VerlNames):
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
         self.rows, self.environments, self.program = rows, environments, program
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        named = {  # data sets that a program passes: as rows in memory are named, which no check looks for
+            f"data.{key}": [f"rows:{key}"]
+            for key, loader in (("train_files", self.train_loader), ("val_files", self.val_loader))
+            if loader is not None and not getattr(self.config.data, key)
+        }
+        self.config = with_values(self.config, named)
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         loaders = [loader for loader in (self.train_loader, self.val_loader) if loader is not None]
@@ -235,7 +248,7 @@ class RayPPOTrainer(VerlNames):
         if not self.config.reward_model.enable or self.val_loader is None:
             return False
         try:
-            self.val_reward_fn.require_scored(self.val_loader.dataset.data_sources())
+            self.val_reward_fn.require_scored(data_sources_of(self.val_loader.dataset))
         except RewardError:
             return True
         return False
@@ -444,6 +457,13 @@ class ReinforcementRun(Run):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
         step = trainer.global_step
+        if step == 1 and trainer.pipeline is not None and not trainer.pipeline.is_used:
+            filters = trainer.config.algorithm.filter_groups.enable
+            logger.warning(
+                "warning: no effect: trainer.async_steps=%s, algorithm.filter_groups.enable=%s; %s.step "
+                "takes no samples of trainer.pipeline",
+                *(settings.async_steps, filters, type(trainer).__name__),
+            )
         if trainer.ppo.writes_samples(step):
             with trainer.timer.phase("log_rollouts"):
                 table = samples_table(samples, trainer.tokenizer, trainer.pictures_in_words)
@@ -484,6 +504,9 @@ class ReinforcementRun(Run):
         """
         if self.trainer.val_loader is None:
             return {}
+        if type(self.trainer)._validate is not VerlNames._validate:  # a subclass's, as in verl
+            with self.trainer.timer.phase("testing"):
+                return self.trainer._validate()
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             if self.trainer.pipeline is not None:

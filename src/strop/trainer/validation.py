@@ -87,6 +87,8 @@ def make_report(
     report has ``show`` samples, of prompts spread evenly.
     """
     samples = _judged(samples, n)
+    if "data_source" not in samples.column_names:  # of a user's data set
+        samples = samples.append_column("data_source", pa.array(["unnamed"] * len(samples), pa.string()))
     sources_B = samples["data_source"].to_numpy()
     sources = {
         name: _report_source(samples.filter(pa.array(sources_B == name)), n, extractor_of(name), seed=seed)
