@@ -25,7 +25,9 @@ class Table(list[dict[str, Any]]):
         return [row.get(index) for row in self]
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a table has no {name!r}; to_pandas() makes a data frame of it, as 0.1.0 returned")
+        raise AttributeError(
+            f"a table has no {name!r}; to_pandas() makes a data frame of it, as 0.1.0 returned"
+        )
 
     def to_pandas(self) -> Any:
         """Return a pandas data frame."""

@@ -126,8 +126,8 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
     )
     if (version := before.get("version", "0.1.0")) != __version__:
         logger.warning(
-            "warning: strop %s saved it: `strop docs upgrading` lists what unchanged keys and files do otherwise "
-            "in %s",
+            "warning: strop %s saved it: `strop docs upgrading` lists what the same keys and files do "
+            "otherwise in %s",
             *(version, __version__),
         )
 
@@ -228,6 +228,6 @@ def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _same_functions(change: Change, before: Mapping[str, Any]) -> bool:
-    """Return True if no more than functions of a program may differ since 0.1.0, whose digests were others."""
+    """Return True if only functions of a program may differ since 0.1.0, which had other digests of them."""
     old, new = (_FUNCTION.sub("", repr(value)) for value in (change.before, change.now))
     return _MODULES in before and old == new
