@@ -297,6 +297,8 @@ def test_metrics_are_columns_and_rows_with_and_without_pandas(tmp_path, monkeypa
     assert "<table" in metrics._repr_html_()
     with pytest.raises(KeyError, match="val/score"):
         metrics["val/scor"]
+    with pytest.raises(AttributeError, match=naming("tail", "to_pandas")):  # 0.1.0 returned data frames
+        metrics.tail()
     monkeypatch.setattr("strop.results._has_pandas", lambda: False)
     assert (repr(metrics), metrics._repr_html_()) == (repr(rows), None)
 

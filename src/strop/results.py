@@ -24,6 +24,11 @@ class Table(list[dict[str, Any]]):
             raise KeyError(f"{index}{did_you_mean(index, {name for row in self for name in row})}")
         return [row.get(index) for row in self]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a table has no {name!r}; to_pandas() makes a data frame of it, as 0.1.0 returned"
+        )
+
     def to_pandas(self) -> Any:
         """Return a pandas data frame."""
         import pandas as pd

@@ -750,8 +750,8 @@ def test_rows_from_elsewhere_name_no_files_outside_of_their_folder(tokenizer, tm
 
 @pytest.mark.parametrize(
     ("value", "options"),
-    [([], {}), (None, {}), ("a word", {"image_key": "pictures"})],
-    ids=["empty", "null", "of the user"],
+    [([], {}), (None, {}), ("a word", {"image_key": "pictures"}), ("a.png", {"image_key": None})],
+    ids=["empty", "null", "of the user", "ignored"],
 )
 def test_rows_of_text_may_have_a_column_of_that_name(tokenizer, value, options):
     rows = [{"prompt": user("red"), "images": value, "pictures": None} for _ in range(2)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from strop.errors import ConfigError, MissingExtraError, TrainingError
+from strop.tracking.base import RunInfo
 from strop.tracking.jsonl import read_metrics
 from strop.tracking.trackers import resolve_tracker
 
@@ -175,3 +176,10 @@ def test_an_installed_package_that_cannot_be_imported_is_an_error_before_the_run
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=naming(f"trainer.logger={name!r}")):
         resolve_tracker(name)
+
+
+def test_a_tracker_finds_its_id_where_a_run_goes_on(tmp_path):
+    (tmp_path / "mine.txt").write_text("abc\n")
+    new, resumed = (RunInfo(tmp_path, "project", "name", {}, 10, start_step) for start_step in (0, 4))
+    assert new.known_id("mine.txt") is None
+    assert (resumed.known_id("mine.txt"), resumed.known_id("other.txt")) == ("abc", None)

@@ -98,9 +98,34 @@ def test_a_run_goes_on_with_another_parallelism_of_its_reward_in_the_same_folder
     assert len(folders) == 1
 
 
-def test_a_record_with_the_modules_of_an_earlier_version_is_continued(options):
+def saved_by_0_1_0(options):
     config = load_config(options)
     record = record_of(config) | {"modules": {"custom_reward_function.path": {"my_weights": "a digest"}}}
+    del record["version"]
     checkpoints = Checkpoints.of(config)
     checkpoints.save(1, {}, {RECORD: record, "global_step": 1})
-    require_same_run(checkpoints.find("auto"), config)
+    return checkpoints.find("auto")
+
+
+def test_a_record_of_an_earlier_version_is_continued_with_a_warning_of_other_defaults(options, caplog):
+    require_same_run(saved_by_0_1_0(options), load_config(options))
+    assert mentions(caplog.text, "0.1.0", "strop docs upgrading")
+    caplog.clear()
+    require_same_run(checkpoint(options), load_config(options))
+    assert not caplog.text
+
+
+def test_functions_of_a_program_have_other_digests_than_in_version_0_1_0(options, caplog):
+    def given(digest, name="reward", part="other"):
+        path = f"custom_reward_function.path=function:{name}-{digest}"
+        return [*options, path, f"+reward_model.parts.own.scorer=function:{part}-{digest}"]
+
+    saved = saved_by_0_1_0(given("0123abcd"))
+    caplog.set_level("INFO", logger="strop")
+    require_same_run(saved, load_config(given("89ef4567")))
+    assert mentions(caplog.text, "changed since", "custom_reward_function.path", "0123abcd", "89ef4567")
+    with pytest.raises(ConfigError, match=naming("trains something else", "reward_model.parts")):
+        require_same_run(saved, load_config([*given("89ef4567"), "+reward_model.parts.own.weight=0.5"]))
+    now = checkpoint(given("0123abcd"))
+    with pytest.raises(ConfigError, match=naming("trains something else", "custom_reward_function.path")):
+        require_same_run(now, load_config(given("89ef4567")))

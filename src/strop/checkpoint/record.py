@@ -1,7 +1,7 @@
 """Record of the run that saved a checkpoint, and its comparison with the run that continues it.
 
-Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key:
-digests}}``.
+Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key: digests},
+"version": that of this package}``. Version 0.1.0 wrote no version, and ``"modules"`` of the reward.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from strop.config.schema import Config, RootConfig
 from strop.config.trees import TREES, tree_of
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
+from strop.version import __version__
 
 logger = logging.getLogger("strop")
 
@@ -42,6 +43,9 @@ _OF_SAMPLES = (
     *("data.max_prompt_length", "data.max_response_length", "actor_rollout_ref.rollout.n"),
 )
 """Keys that samples in flight depend on, besides those that decide what is trained."""
+_MODULES = "modules"
+"""Is in records of version 0.1.0."""
+_FUNCTION = re.compile(r"function:\w+-[0-9a-f]{8}")
 _WHOLE = 64 << 20  # bytes; of a longer file blocks are read, which takes no longer with a larger model
 _BLOCKS, _BLOCK = 64, 64 << 10
 _OF_A_MODEL = re.compile(
@@ -53,7 +57,7 @@ def record_of(config: RootConfig) -> dict[str, Any]:
     """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
     tree = settled(config).model_dump(mode="json")
     files = {key: [digest(Path(path)) for path in paths] for key, paths in named_files(tree, config).items()}
-    return {"kind": type(config).__name__, "config": tree, "files": files}
+    return {"kind": type(config).__name__, "config": tree, "files": files, "version": __version__}
 
 
 def digest(path: Path) -> str:
@@ -120,6 +124,12 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
     logger.info(
         "resuming from %s; %s", checkpoint, f"changed since:{listed}" if found else "configuration as before"
     )
+    if (version := before.get("version", "0.1.0")) != __version__:
+        logger.warning(
+            "warning: strop %s saved it: `strop docs upgrading` lists what the same keys and files do "
+            "otherwise in %s",
+            *(version, __version__),
+        )
 
 
 def changed_samples(
@@ -171,8 +181,11 @@ def _trains_something_else(
 
 def _has_another_meaning(change: Change, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return False for another name of the same value, and for files that were moved."""
-    is_same = is_the_same(change.key, change.before, change.now) or _same_files(change.key, before, now)
-    return not is_same
+    return not (
+        is_the_same(change.key, change.before, change.now)
+        or _same_files(change.key, before, now)
+        or _same_functions(change, before)
+    )
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any] | None:
@@ -212,3 +225,9 @@ def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if key in ("reward_model.parts", "teacher.by_source"):
         return False
     return now["files"].get(key, 0) == before["files"].get(key, 1)
+
+
+def _same_functions(change: Change, before: Mapping[str, Any]) -> bool:
+    """Return True if only functions of a program may differ since 0.1.0, which had other digests of them."""
+    old, new = (_FUNCTION.sub("", repr(value)) for value in (change.before, change.now))
+    return _MODULES in before and old == new

@@ -72,7 +72,7 @@ class AnsweredDataset:
         end_ids: Sequence[int] = (),
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
-        image_key: str = "auto",
+        image_key: str | None = "auto",
         **pictures: Any,
     ) -> None:
         """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.

@@ -157,7 +157,7 @@ def read_prompt_table(
     dotted name (``extra_info.answer``) reaches into nested columns, and becomes a column itself. A chat that
     is stored as text becomes messages, one of the answers ``chosen``, ``rejected`` and ``response`` its text.
     ``tools_key`` names the column of tools, if there is one. ``image_key`` names that of pictures, which
-    :mod:`strop.pictures` holds (``auto``: that of ``COLUMNS`` with values; None: pictures are refused).
+    :mod:`strop.pictures` holds (``auto``: that of ``COLUMNS`` with values; None: no column).
     ``defaults`` are columns with one value in all rows, for files that lack them.
 
     Raises :class:`DataError` for a missing or unreadable file, one without rows or without one of these
@@ -184,7 +184,7 @@ def read_prompt_table(
             logger.info("%s: prompts are the messages before the answer in %s", name, keys["chosen"])
             chats = _values(table, keys["chosen"])
             table = _with_values(table, prompt_key, [chat[:-1] if chat else None for chat in chats])
-        refuse_media(name, table, images=image_key is None)
+        refuse_media(name, table)
         for key in keys.values():
             table = _with_column(table, key)
         for what, key in keys.items():

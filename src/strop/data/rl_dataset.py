@@ -114,7 +114,7 @@ class RLHFDataset:
         cache_dir: str | Path | None = None,
         tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
         processor: Any = None,
-        image_key: str = "auto",
+        image_key: str | None = "auto",
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         max_images: int | None = None,

@@ -39,6 +39,11 @@ class RunInfo:
         """The configuration, and ``hf_repo_url`` if there is one."""
         return {**self.config, **({"hf_repo_url": self.hf_repo_url} if self.hf_repo_url else {})}
 
+    def known_id(self, file: str) -> str | None:
+        """Return the tracker's id of this run, kept in ``file`` of the run folder; None for a new run."""
+        path = self.run_dir / file
+        return path.read_text().strip() if self.start_step and path.exists() else None
+
 
 class Tracker(Protocol):
     """Built as ``TrackerClass(run_info)``; records the metrics step by step."""

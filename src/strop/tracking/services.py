@@ -53,17 +53,16 @@ class ServiceTracker:
 
     def __init__(self, run: RunInfo) -> None:
         """Start or continue the run; ConfigError if that fails (no login, no network, no server)."""
-        id_file = run.run_dir / f"{self.name}_run_id.txt"
-        known_id = id_file.read_text().strip() if run.start_step and id_file.exists() else None
+        id_file = f"{self.name}_run_id.txt"
         try:
             self._package: Any = importlib.import_module(self.name)
             with _command_without_credentials():
-                run_id = self._start(run, known_id)
+                run_id = self._start(run, run.known_id(id_file))
         except Exception as error:  # each package has error classes of its own
             what = f"trainer.logger {self.name!r} could not start ({type(error).__name__}: {error})"
             raise ConfigError(f"{what}. {self.remedy}" if self.remedy else what) from error
         if run_id is not None:
-            atomic_write_text(id_file, run_id + "\n")
+            atomic_write_text(run.run_dir / id_file, run_id + "\n")
 
     def _start(self, run: RunInfo, known_id: str | None) -> str | None:
         """Set ``_run`` and ``address``; return the id by which a resume continues the run."""

@@ -55,8 +55,8 @@ class RowsConfig(Section, resumes=SAME):
     """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
     tools_key: Text | None
     """Column with a row's tools for the chat template: JSON schemas, a list or JSON text; null: none."""
-    image_key: Text
-    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one."""
+    image_key: Text | None
+    """Column of a prompt's pictures, a list or one; auto: images or image, if there is one; null: none."""
     min_pixels: PositiveInt | None
     """Enlarge pictures to this many pixels, in families with such a bound; null: the processor's."""
     max_pixels: PositiveInt | None

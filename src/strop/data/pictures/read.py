@@ -24,14 +24,13 @@ COLUMNS = ("images", "image")
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
-def refuse_media(name: str, table: pa.Table, *, images: bool) -> None:
-    """Raise :class:`DataError` for columns of video, of sound and, with ``images``, of pictures."""
-    for column in (*_OTHER_MEDIA, *(COLUMNS if images else ())):
+def refuse_media(name: str, table: pa.Table) -> None:
+    """Raise :class:`DataError` for columns of video and of sound."""
+    for column in _OTHER_MEDIA:
         if column in table.column_names and has_values(table.column(column)):
-            supported = "text is supported here" if images else "text and images are supported"
             raise DataError(
-                f"{name}: the column {column!r} has values, but only {supported}; use another data set, or "
-                "rename the column if it is something else"
+                f"{name}: the column {column!r} has values, but only text and images are supported; use "
+                "another data set, or rename the column if it is something else"
             )
 
 
