@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 import strop
 from strop.algorithms.policy_loss import PolicyLoss
 from strop.api import _Given
+from strop.checkpoint.folder import verify
 from strop.config.names import needs_critic
 from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
@@ -43,7 +45,7 @@ from strop.tracking.jsonl import JsonlTracker
 import forked
 import runs
 import tiny_model
-from messages import naming
+from messages import mentions, naming
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ANSWERED = {"train_files": [{"prompt": "1+1=", "response": "2"}] * 4, "max_prompt_length": 8}
@@ -93,8 +95,9 @@ def test_a_function_trains_to_the_weights_of_the_command(model, tmp_path):
         "def digits(response, answer):\n    return response.count(str(answer))\n"
     )
     factor = 1.0
-    with runs.undrawn():
+    with runs.undrawn(), torch.no_grad():  # a notebook may have turned gradients off
         train(model, tmp_path / "function", lambda response, answer: factor * response.count(str(answer)))
+        assert not torch.is_grad_enabled()
     done = forked.run(
         _command,
         [
@@ -309,7 +312,7 @@ def test_on_step_sees_the_metrics_and_stops_a_run_that_the_same_call_continues(m
 
     def stops(step, metrics):
         seen.append((step, metrics["critic/score/mean"]))
-        return step < 2
+        return np.bool_(step < 2)  # of a comparison in numpy
 
     def call(on_step):
         keys = {"trainer.total_training_steps": 4, **(APART if async_steps else {})}
@@ -321,9 +324,12 @@ def test_on_step_sees_the_metrics_and_stops_a_run_that_the_same_call_continues(m
         assert seen == [(row["step"], row["critic/score/mean"]) for row in run.read_metrics()]
         assert run.model_path == run.folder / "final_model"
         assert len(call(lambda step, metrics: None).read_metrics()) == 4
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError) as caught:
             strop.sft(model, ANSWERED, out=tmp_path / "sft", steps=2, on_step=lambda step, metrics: 1 / 0)
     assert not (tmp_path / "sft" / "final_model").exists()
+    (note,) = caught.value.__notes__
+    assert mentions(note, "stopped at step 1, saved", tmp_path / "sft" / "global_step_1")
+    verify(tmp_path / "sft" / "global_step_1")
 
 
 async def awaited(step, metrics): ...

@@ -17,8 +17,9 @@ from strop.cli.train import (
     short_form,
 )
 from strop.config.trees import PPO, TREES
+from strop.errors import ConfigError
 
-from messages import Message
+from messages import Message, naming
 
 MODEL = "actor_rollout_ref.model.path"
 ARGUMENTS = {"train": add_train_arguments, "check": check.add_arguments, "distill": add_distill_arguments}
@@ -76,6 +77,11 @@ BOTH = {MODEL: "m", "data.train_files": "d.csv"}
             "grpo",
         ),
         (
+            "train m d.csv --reward r.py:Mine.score",  # an error names what the file has
+            {**BOTH, "custom_reward_function.path": "r.py", "custom_reward_function.name": "Mine.score"},
+            "grpo",
+        ),
+        (
             "train m d.csv --reward models/rm",
             {**BOTH, "reward_model.enable": True, "reward_model.model.path": "models/rm"},
             "grpo",
@@ -96,6 +102,26 @@ BOTH = {MODEL: "m", "data.train_files": "d.csv"}
 )
 def test_words_and_options_are_keys_over_a_recipe(line, values, recipe):
     assert meaning(line)[:2] == (values, recipe)
+
+
+@pytest.mark.parametrize(
+    ("reward", "meant"),
+    [
+        ("r", "did you mean r.py?"),
+        ("mine.r:score", "did you mean mine/r.py:score?"),
+        ("mine.r.score", "did you mean mine/r.py:score?"),
+        ("sums.csv", "FILE.py"),
+    ],
+)
+def test_a_reward_that_is_neither_a_file_nor_a_model_is_told_what_to_write(
+    reward, meant, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("r.py", "mine/r.py", "sums.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=naming(repr(reward), "FILE.py:NAME", "OWNER/NAME", meant)):
+        meaning(f"train m d.csv --reward {reward}")
 
 
 def test_a_folder_with_an_equals_sign_is_a_word(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def train(
         config: a YAML file laid over the defaults, or a dict of keys.
         on_step: called in this process after each iteration as ``on_step(step, metrics)``, with the metrics
             that ``run.metrics`` has. If it returns ``False``, the run is saved and returned as one that has
-            ended. Its exceptions are raised as they are.
+            ended. Its exceptions are raised as they are, after the run is saved.
         overrides: further keys (``strop docs config``), over ``config``: ``lr``, ``steps``, ``n`` (answers
             to each prompt) and ``out`` (the run folder); a section as a dict, ``trainer=dict(save_freq=10)``;
             or a whole name, ``**{"trainer.save_freq": 10}``. Keys that take an import path, as

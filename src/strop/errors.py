@@ -200,13 +200,15 @@ class Attempts:
 
 
 def reword(error: StropError, words: Callable[[str], str]) -> None:
-    """Replace the message of an error, and those of the errors in it, by ``words(message)``, in place."""
+    """Replace message and notes of an error, and those of the errors in it, by ``words(text)``, in place."""
     if isinstance(error, SeveralErrors):
         for one in error.errors:
             reword(one, words)
     if isinstance(error, ConfigError):
         error.problems = [words(problem) for problem in error.problems]
     error.args = (words(str(error)),)
+    if notes := getattr(error, "__notes__", None):
+        notes[:] = map(words, notes)
 
 
 def problems_of(error: StropError) -> list[str]:

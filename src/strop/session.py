@@ -132,7 +132,7 @@ def _logging_to(stream: Any, command: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def generators_kept() -> Generator[None]:
-    """Restore the global random generators, which a run seeds for users' code."""
+    """Restore the global random generators, which a run seeds for users' code; with gradients in the body."""
     import numpy as np
 
     from strop.trainer.commands import say_loading
@@ -143,7 +143,8 @@ def generators_kept() -> Generator[None]:
     states = random.getstate(), np.random.get_state()
     on_gpu = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=on_gpu):
+        # a notebook may have turned gradients off, to generate
+        with torch.random.fork_rng(devices=on_gpu), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         random.setstate(states[0])

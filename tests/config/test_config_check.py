@@ -397,6 +397,12 @@ def test_a_model_folder_has_a_configuration_or_a_gguf_file(report, tmp_path):
     assert mentions(line, "config.json")
     (tmp_path / "empty" / "weights.gguf").touch()
     assert report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors == []
+    for place in ("final_model", "global_step_3/actor/huggingface"):
+        run = tmp_path / place.partition("/")[0] / "run"
+        (run / place).mkdir(parents=True)
+        (run / place / "config.json").touch()
+        (line,) = report(f"actor_rollout_ref.model.path={run}").errors
+        assert mentions(line, f"did you mean {run / place}?")
     (tmp_path / "model" / "model.safetensors").touch()
     (line,) = report(f"actor_rollout_ref.model.path={tmp_path}/model/model.safetensors").errors
     assert mentions(line, "a file", f"did you mean {tmp_path}/model?")
@@ -552,6 +558,9 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_named(report, tmp_path, m
     assert found(12 << 20, saves) == []
     (line,) = found((36 << 20) - 1, saves, "trainer.max_ckpt_to_keep=2")
     assert mentions(line, "3 exist", "trainer.max_ckpt_to_keep")
-    for no_save in ("trainer.save_freq=-1", "actor_rollout_ref.model.lora_rank=8"):
-        assert found(1, saves, no_save) == []
+    (line,) = found((36 << 20) - 1)  # the last two by time, while a third one is written
+    assert mentions(line, "3 exist", "trainer.save_minutes")
+    assert found(36 << 20) == []
+    for no_save in ("trainer.save_minutes=null", "actor_rollout_ref.model.lora_rank=8"):
+        assert found(1, no_save) == []
     assert found((24 << 20) - 1, saves, "algorithm.adv_estimator=gae")

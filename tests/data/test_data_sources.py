@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.cli.main import main
+from strop.config.load import load_config
 from strop.config.paths import HubSplit, hub_split
 from strop.data.control_tokens import PromptError, control_tokens
+from strop.data.outline import outline
 from strop.data.prompt_table import read_prompt_table, require_columns, with_ground_truths
 from strop.data.prompts import PromptFormat, encode_prompts
 from strop.data.records import to_rows
@@ -24,7 +26,7 @@ from strop.data.sources import Rows, iterate, read_table
 from strop.errors import DataError, ModelError
 from strop.prepare import prepare
 
-from messages import naming
+from messages import Message, naming
 
 ROWS = [
     {"question": 'w1, "w2"\nw3', "answer": 42, "level": 1, "day": "2024-01-01"},
@@ -230,6 +232,24 @@ def test_an_unreadable_file_is_named_with_the_place(name, content, parts, tmp_pa
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=naming(*parts)):
         read_table(tmp_path / name)
+
+
+def test_two_columns_of_one_name_are_named_in_formats_that_may_have_them(tmp_path):
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(twice, file := tmp_path / "twice.parquet")
+    for source in (file, Rows("table", twice)):
+        with pytest.raises(DataError, match=naming(source, "two columns", "'prompt'")):
+            read_table(source)
+    config = load_config([f"data.train_files={file}", "actor_rollout_ref.model.path=model"])
+    assert [str(error) for error in outline(config).errors] == [Message("twice.parquet", "two columns")]
+
+
+def test_a_frame_with_two_columns_of_one_name_and_a_series_are_named():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.concat([pandas.DataFrame({"prompt": ["a"]})] * 2, axis=1)  # a join by position
+    for data, parts in ((frame, ("two columns", "'prompt'")), (frame.iloc[:, 0], ("found", "Series"))):
+        with pytest.raises(DataError, match=naming("rows:frame", *parts)):
+            read_table(Rows("frame", data))
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,41 @@ def test_a_stopped_supervised_run_saves_the_iteration_under_way_and_goes_on_to_t
     assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
 
 
+def failing_reward(command: str, options: list[str], flag: Path) -> None:
+    """Let the reward function raise from the fourth generation on, in the third iteration."""
+    original, calls = ActorRolloutRefWorker.generate_sequences, iter(range(1, 1000))
+
+    @functools.wraps(original)
+    def generate(*arguments: Any, **given: Any) -> Any:
+        if next(calls) == 4:
+            flag.touch()
+        return original(*arguments, **given)
+
+    ActorRolloutRefWorker.generate_sequences = generate
+    sys.exit(main([command, *options]))
+
+
+def test_a_run_whose_reward_fails_saves_its_last_whole_iteration_and_goes_on_to_the_same_numbers(
+    inputs, tmp_path
+):
+    flag, reward, run = tmp_path / "flag", tmp_path / "reward.py", tmp_path / "run"
+    reward.write_text(
+        f"import os\ndef compute_score(solution_str):\n"
+        f"    return len(solution_str) % (0 if os.path.exists({str(flag)!r}) else 2)\n"
+    )
+    options = options_of(inputs, run, f"custom_reward_function.path={reward}")
+    done = forked.run(failing_reward, "train", options, flag)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "ZeroDivisionError" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert mentions(last, "stopped at step 2, saved", f"trainer.resume_mode={run}/global_step_2 goes on")
+    verify(run / "global_step_2")
+    flag.unlink()
+    resumed = hashes(train(options)), metrics(run)
+    straight = options_of(inputs, tmp_path / "straight", f"custom_reward_function.path={reward}")
+    assert resumed == (hashes(train(straight)), metrics(tmp_path / "straight"))
+
+
 def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path):
     trainer = build_trainer(load_config(options_of(inputs, tmp_path / "run")))
 

@@ -53,6 +53,20 @@ def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path):
         load_custom_reward(str(path), "min")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Mine:\n    def __call__(self, response): return 4.0\nmine = Mine()\n",
+        "import functools\n@functools.cache\ndef mine(response): return 4.0\n",
+    ],
+)
+def test_the_only_function_may_be_an_object_that_can_be_called(tmp_path: Path, code: str):
+    (tmp_path / "reward.py").write_text(code)
+    found = load_custom_reward(str(tmp_path / "reward.py"))
+    assert found is not None
+    assert found(response="") == 4.0
+
+
 def test_a_function_is_pickled_as_its_absolute_path_and_name(
     reward_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -135,6 +135,10 @@ def price(response, euros):
 def second(response, level, answer):
     return float(response == answer)
 
+def without_else(response, answer):
+    if response == answer:
+        return 1.0
+
 def distance(response, number):
     return -abs((int(response) if response else 99) - number)
 """
@@ -171,6 +175,14 @@ def test_the_first_row_is_scored_as_a_model_may_answer_it(inputs, tmp_path, name
     assert [line for line in warnings if "fails for the response" in line and "ValueError" in line] == (
         [Message("name=distance", SENTENCE)] if name == "distance" else []
     )
+
+
+def test_a_function_that_fails_is_named_and_not_what_follows_from_it(inputs, tmp_path):
+    warnings, errors, _ = check_custom(inputs, tmp_path, "without_else", False)
+    (doubt,) = (line for line in warnings if "name=without_else" in line)
+    assert mentions(doubt, "fails for the response", SENTENCE, "the score is None")
+    assert "whole texts" not in doubt
+    assert errors == []
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,29 @@ def test_a_resume_computes_no_reference_again(inputs, trained, tmp_path, passes)
     assert resumed.global_step == 6
 
 
+def test_a_reference_pass_that_is_stopped_goes_on_where_it_was(
+    inputs, trained, tmp_path, passes, monkeypatch
+):
+    options = overrides(inputs, tmp_path, "trainer.save_freq=2", "data.val_files=[]")
+    evaluate = PreferenceWorker.evaluate_reference
+
+    def struck(self, batch):
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return evaluate(self, batch)
+
+    struck.__dict__.update(evaluate.__dict__)
+    monkeypatch.setattr(PreferenceWorker, "evaluate_reference", struck)
+    with pytest.raises(KeyboardInterrupt):
+        train("dpo", options)
+    assert load_file(tmp_path / CACHE)["ref_chosen_log_prob"].isfinite().sum() == sum(passes) == 12
+    monkeypatch.setattr(PreferenceWorker, "evaluate_reference", evaluate)
+    train("dpo", options)
+    assert sum(passes) == 24
+    now, whole = load_file(tmp_path / CACHE), load_file(inputs / "run" / CACHE)
+    assert all(torch.equal(now[name], column) for name, column in whole.items())
+
+
 @pytest.mark.parametrize("damage", ["flipped", "dtype", "doubled", "earlier"])
 def test_a_damaged_reference_is_computed_again(inputs, tmp_path, passes, caplog, damage):
     options = overrides(inputs, tmp_path, "trainer.save_freq=2", "data.val_files=[]")

@@ -65,6 +65,35 @@ def refusal(inputs, tmp_path):
     return refusal
 
 
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ("no weights",)),
+        (_POINTER.encode(), ("model.safetensors is a pointer of git-lfs", "git lfs pull")),
+        (b"", ("model.safetensors cannot be read",)),
+        ("half", ("model.safetensors cannot be read",)),
+        ("shard", ("model-00002-of-00002.safetensors is missing",)),
+    ],
+)
+def test_a_download_that_is_not_whole(inputs, refusal, tmp_path, content, parts):
+    model = tmp_path / "part"
+    shutil.copytree(inputs / "model", model)
+    weights = model / "model.safetensors"
+    if content is None:
+        weights.unlink()
+    elif content == "half":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif content == "shard":
+        index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        weights.write_bytes(content)
+    assert mentions(refusal(f"actor_rollout_ref.model.path={model}"), "ModelError", model, *parts)
+
+
 def test_a_critic_with_another_vocabulary(inputs, refusal):
     key = "critic.model.path"
     assert mentions(refusal(f"{key}={inputs / 'smaller'}"), key, "19 tokens", "18 tokens")

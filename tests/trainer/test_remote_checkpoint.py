@@ -15,7 +15,7 @@ from saving_groups import STATE, Group
 from strop.checkpoint import store as checkpoint
 from strop.checkpoint.export import export
 from strop.checkpoint.folder import verify
-from strop.checkpoint.remote import RemoteCheckpoints, Uploader, download
+from strop.checkpoint.remote import RemoteCheckpoints, Uploader, download, find_checkpoint
 from strop.checkpoint.store import Checkpoints
 from strop.errors import CheckpointError, ConfigError, WorkerError
 
@@ -416,3 +416,16 @@ def test_a_remote_folder_that_does_not_answer_is_named(memory_fs, tmp_path, monk
         Checkpoints(tmp_path, remote=REMOTE).find("auto")
     with pytest.raises(CheckpointError, match=naming("global_step_1", "the line went dead")):
         Checkpoints(tmp_path).find("memory://bucket/run/global_step_1")
+
+
+def test_a_latest_checkpoint_that_was_deleted_is_named_with_what_to_do(tmp_path):
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    latest.write_text("5\n")
+    with pytest.raises(CheckpointError, match=naming(latest, "global_step_5", "start from the beginning")):
+        find_checkpoint(tmp_path, "auto", None)
+    (kept := tmp_path / "global_step_2").mkdir()
+    (kept / "manifest.json").touch()
+    with pytest.raises(CheckpointError, match=naming(latest, "global_step_5", f"that is: {kept}")):
+        find_checkpoint(tmp_path, "auto", None)
+    latest.unlink()
+    assert find_checkpoint(tmp_path, "auto", None) == kept

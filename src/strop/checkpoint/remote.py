@@ -26,6 +26,7 @@ from strop.checkpoint.folder import (
     name_of,
     parse_manifest,
     publish,
+    saved_steps,
     seal,
     steps_in,
 )
@@ -210,6 +211,12 @@ def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | 
         return None
     if resume_mode == "auto":
         found = latest_checkpoint(folder)
+        if found is not None and not found.is_dir():
+            others = [str(folder / name_of(step)) for step in saved_steps(folder)]
+            raise CheckpointError(
+                f"{folder / LATEST} names {found.name}, which is not there. Remove that file to "
+                + (f"go on from the newest that is: {others[-1]}" if others else "start from the beginning")
+            )
         return _fetch_latest(folder, remote) if found is None and remote is not None else found
     if is_url(resume_mode):
         return _fetch_named(folder, resume_mode.rstrip("/"))

@@ -50,6 +50,7 @@ from strop.checkpoint.folder import (
 from strop.checkpoint.remote import RemoteCheckpoints, Uploader, find_checkpoint
 from strop.config.paths import expand
 from strop.config.schema import RootConfig
+from strop.config.schema.trainer import KEPT_BY_TIME
 from strop.errors import (
     CheckpointError,
     ConfigError,
@@ -72,7 +73,6 @@ AFTER_AN_INTERRUPT_S = 300.0
 """Limit, after an interrupt, for the save in flight and then for uploads, as either may hang."""
 IN_FLIGHT = "in_flight"
 """Folder in a checkpoint."""
-_KEPT_BY_TIME = 2
 _POLL_S = 0.1
 
 
@@ -439,7 +439,7 @@ class Checkpoints:
         by_time = [step for step in steps if (self.folder_of(step) / BY_TIME).is_file()]
         by_number = [step for step in steps if step not in by_time]
         kept = set(by_number) if self.max_to_keep is None else _last(by_number, self.max_to_keep, newest)
-        kept |= _last(by_time, _KEPT_BY_TIME, newest)
+        kept |= _last(by_time, KEPT_BY_TIME, newest)
         if not kept.issuperset(by_time):
             try:
                 best = best_step(self.folder, by_time)

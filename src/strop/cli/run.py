@@ -27,7 +27,7 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
 
     A ``StropError``, and an ``OSError`` about a file or a full disk, is printed without its traceback
     (unless ``debug``) and gives 2; Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, as shells expect. Their
-    message ends with the notes of the interrupt (``BaseException.add_note``).
+    message ends with the notes of the interrupt (``BaseException.add_note``), that of an error likewise.
     """
     received: list[int] = []
     try:
@@ -60,6 +60,7 @@ def _failed(error: Exception) -> int:
         for one in error.errors if isinstance(error, SeveralErrors) else [error]:
             for problem in problems_of(one):
                 sys.stderr.write(printable(f"{type(one).__name__}: {problem}") + "\n")
+        sys.stderr.writelines(printable(note) + "\n" for note in getattr(error, "__notes__", []))
         return 2
     message = write_failure(error) if isinstance(error, OSError) else str(error)
     text = printable(f"{type(error).__name__}: {message}")

@@ -84,7 +84,21 @@ def reason_no_model(key: str, path: str | Path) -> str | None:
         return instead_of_adapter(key, path)
     if (folder / "config.json").is_file() or len(found := gguf_files(folder)) == 1:
         return None
-    return f"{key}={path}: found {len(found)} .gguf files and no config.json; {expected}"
+    meant = newest_model_in(folder)
+    hint = f"; did you mean {meant}?" if meant else ""
+    return f"{key}={path}: found {len(found)} .gguf files and no config.json; {expected}{hint}"
+
+
+def newest_model_in(folder: Path) -> Path | None:
+    """Return the model or adapter that was written last below a run folder or checkpoint; None without."""
+    places = ("*", "*/huggingface", "*/*/huggingface")  # final_model, or those of checkpoints
+    found = [
+        file
+        for place in places
+        for name in ("config.json", ADAPTER_CONFIG)
+        for file in folder.glob(f"{place}/{name}")
+    ]
+    return max(found, key=lambda file: file.stat().st_mtime).parent if found else None
 
 
 def runs_near(path: str | Path) -> str:

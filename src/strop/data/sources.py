@@ -14,6 +14,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def read_table(
             return _saved_table(found)
         kind = _format(found, name)
         if kind == "parquet":
+            require_own_names(name, pq.read_schema(found).names)
             return pq.read_table(found, page_checksum_verification=True)
         with _reading_text(name, found):
             if kind == "csv":
@@ -201,6 +203,12 @@ def require_file(path: Path, name: str) -> None:
         split = f"; a data set on the hub needs its split: {name}:train" if hub_split(f"{name}:x") else ""
         where = f"(looked at {path.absolute()}){similar_path(name) or split}"
         raise DataError(f"{name}: expected a data file, found {found} {where}")
+
+
+def require_own_names(name: str, columns: Sequence[str]) -> None:
+    """Raise :class:`DataError` if two columns have one name, as after a join."""
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise DataError(f"{name}: two columns have the name {twice[0]!r}; rename one")
 
 
 _MAY_NOT_CONVERT = re.compile("timestamp|date|time|duration")  # nanoseconds, years after 9999
@@ -372,11 +380,10 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
         )
 
     table = read(texts)
+    require_own_names(name, table.column_names)
     for field in table.schema:
         if pa.types.is_binary(field.type):
             raise DataError(f"{name}, field {field.name}: text that is not UTF-8")  # _reading_text: the line
-        if table.column_names.count(field.name) > 1:
-            raise DataError(f"{name}: two columns have the name {field.name!r}")
     as_text = [field.name for field in table.schema if pa.types.is_temporal(field.type)]
     if whole := {field.name for field in table.schema if pa.types.is_integer(field.type)}:
         written = read(whole, only=list(whole))
@@ -457,10 +464,13 @@ def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:
             raise DataError(f"{rows}: found the splits {sorted(data)}, expected one of them")
         return data.with_format("arrow")[:]
     try:
-        if package == "pandas":
+        if package == "pandas" and hasattr(data, "columns"):
+            require_own_names(str(rows), [str(column) for column in data.columns])
             return pa.Table.from_pandas(data, preserve_index=False)
-        if hasattr(data, "__arrow_c_stream__"):
-            return pa.table(data)
+        if package != "pandas" and hasattr(data, "__arrow_c_stream__"):
+            table = pa.table(data)
+            require_own_names(str(rows), table.column_names)
+            return table
     except pa.ArrowException:  # a column of pandas' with values of several types
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):

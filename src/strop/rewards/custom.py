@@ -147,14 +147,19 @@ def _has_module(folder: Path, name: str) -> bool:
 
 
 def _find_function(module: ModuleType, path: str, name: str) -> tuple[str, Any]:
-    """Return name and function; in the place of a missing ``compute_score`` the only public function."""
+    """Return name and function; in the place of a missing ``compute_score`` the only public function.
+
+    An object that can be called counts as one, also that of ``functools.cache``; one that is imported does
+    not.
+    """
     found = vars(module).get(name)
     if found is not None:
         return name, found
     own = [
         known
         for known, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not known.startswith("_")
+        if callable(value) and not inspect.isclass(value) and not known.startswith("_")
+        if getattr(value, "__module__", None) == module.__name__
     ]
     if name == _DEFAULT and len(own) == 1:
         return own[0], vars(module)[own[0]]

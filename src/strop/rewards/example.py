@@ -87,21 +87,22 @@ def example_of(
         example.tried = [right, sentence, empty, tried("a wrong answer", form.format(wrong))]
     failed = [one for one in example.tried if one.outcome.error]
     example.always_fails = fails_always and bool(empty.outcome.error) and failed == example.tried
+    doubts = []
     if failed and not example.always_fails:
         text = f"{failed[0].response!r:.80}, {failed[0].in_words()}"
-        example.doubt = f"{where} fails for the response {text}; {_EXPECTED}"
-    if right.outcome.error or right.outcome.score is None or not is_taken or not is_judged:
-        return example
-    if right.value <= empty.value:
-        example.doubt = _without_score(functions[0], prompts, tried, answers, empty)
-    elif sentence is not None and sentence.value <= empty.value:
-        found = "response" if isinstance(number, str) else "re.findall(r'\\d+', response)"
-        example.doubt = (
-            f"{where} compares whole texts: {right.response!r} scores {right.in_words()}, "
-            f"{sentence.response!r} {sentence.in_words()}, as an empty text. Chat models answer in "
-            "sentences, and learn nothing from equal scores: look for the answer in the response, as in "
-            f"float(answer in {found}), or ask for the answer alone in the prompt"
-        )
+        doubts.append(f"{where} fails for the response {text}; {_EXPECTED}")
+    if not (right.outcome.error or right.outcome.score is None) and is_taken and is_judged:
+        if right.value <= empty.value:
+            doubts.append(_without_score(functions[0], prompts, tried, answers, empty))
+        elif sentence is not None and not sentence.outcome.error and sentence.value <= empty.value:
+            found = "response" if isinstance(number, str) else "re.findall(r'\\d+', response)"
+            doubts.append(
+                f"{where} compares whole texts: {right.response!r} scores {right.in_words()}, "
+                f"{sentence.response!r} {sentence.in_words()}, as an empty text. Chat models answer in "
+                "sentences, and learn nothing from equal scores: look for the answer in the response, as in "
+                f"float(answer in {found}), or ask for the answer alone in the prompt"
+            )
+    example.doubt = "; besides, ".join(doubts)
     return example
 
 

@@ -19,6 +19,7 @@ from strop.agents.program import load_program
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
 from strop.config.memory.choices import with_values
+from strop.config.memory.facts import fault_of_weights
 from strop.config.placement import Placement, runs_on_ray, uses_gpu
 from strop.config.roles import (
     has_reward,
@@ -259,7 +260,8 @@ def fetch_tokenizer(
 
     ``weights=False``, of a check, leaves the weights of ``models`` on the hub, and random generators as they
     are; processes on Ray fetch their own.
-    Raises ``CheckpointError`` if the tokenizer is of an exported model and has changed since.
+    Raises ``CheckpointError`` if the tokenizer is of an exported model and has changed since, ``ModelError``
+    for a local model whose weights are not whole.
     """
     if weights:
         seed_global_generators(config.trainer.seed)
@@ -269,7 +271,11 @@ def fetch_tokenizer(
     if config.trainer.device == "cuda" and not runs_on_ray(config):
         pick_device("cuda")  # raises for a GPU that this process lacks
     cache_dir, weights = config.data.cache_dir, weights and not runs_on_ray(config)
+    models = [*models]
     require_from_hub(models=models, tokenizers=tokenizers, cache_dir=cache_dir, weights=weights)
+    for path in models:  # a check loads none
+        if fault := fault_of_weights(path):
+            raise ModelError(f"model {path}: {fault}")
     folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)
     # Workers compare the weights, of folders from which they load a model.
     files = {name: entry for name, entry in covering(folder).items() if not name.endswith(".safetensors")}

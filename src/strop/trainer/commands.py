@@ -22,7 +22,7 @@ from strop.config.recipes import RECIPES
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import Root
-from strop.errors import Attempts, ConfigError, WorkerError
+from strop.errors import Attempts, ConfigError, WorkerError, is_interrupt
 
 if TYPE_CHECKING:
     from strop.data.outline import Outline
@@ -225,15 +225,21 @@ def _saved(folder: Path, *, but: set[tuple[Path, int]]) -> set[str]:
 
 @contextmanager
 def _naming_the_checkpoint(folder: RunFolder, config: RootConfig) -> Generator[None]:
-    """Add where the run stands as a note to what ends the body: an interrupt, an error."""
-    from strop.checkpoint.folder import iteration_of
+    """Add where the run stands as a note to what ends the body: an interrupt, an error of an iteration."""
+    from strop.checkpoint.folder import iteration_of, name_of
 
+    begun = folder.last_logged_step()
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:  # a library may replace an interrupt by its own error
+    except (Exception, KeyboardInterrupt) as error:
         latest, step = folder.latest_checkpoint(), str(folder.last_logged_step())
         auto = config.trainer.resume_mode == "auto"
         again = "the same command goes on" if auto else "trainer.resume_mode=auto goes on"
+        if not is_interrupt(error):  # a library may replace an interrupt by its own error
+            if step == str(begun):  # an error of the start, which says all
+                raise
+            saved = folder.path / name_of(int(latest[0] if latest else 0))
+            again = f"trainer.resume_mode={saved} goes on, also with another reward or other data"
         if latest and latest[0] == step:
             error.add_note(f"stopped at step {step}, saved; {again}")
         elif latest:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from strop.checkpoint.folder import model_in
 from strop.config.backends import ROLLOUTS
 from strop.config.memory.facts import read_model_facts
-from strop.config.paths import base_of_adapter, expand, is_adapter, is_url, may_be_a_hub_name, runs_near
+from strop.config.paths import (
+    base_of_adapter,
+    expand,
+    is_adapter,
+    is_url,
+    may_be_a_hub_name,
+    runs_near,
+    similar_path,
+)
 from strop.config.roles import loads_policy
 from strop.config.schema import Config
 from strop.errors import ConfigError, TrainingError, write_failure
@@ -220,9 +228,26 @@ def free_folder(model: str) -> Path:
 
 
 def reward_keys(reward: str) -> dict[str, Any]:
-    """Return the keys that choose a reward: ``FILE.py`` or ``FILE.py:NAME``, else a reward model."""
+    """Return the keys that choose a reward: ``FILE.py`` or ``FILE.py:NAME``, else a reward model.
+
+    Raises ``ConfigError`` for what can be neither, such as the import path of a function.
+    """
     path, colon, name = reward.rpartition(":")
-    path, own = (path, {f"{_CUSTOM}.name": name}) if colon and name.isidentifier() else (reward, {})
-    if path.endswith(".py"):
-        return {f"{_CUSTOM}.path": path, **own}
+    if colon and path.endswith(".py"):
+        return {f"{_CUSTOM}.path": path, **({f"{_CUSTOM}.name": name} if name else {})}
+    if reward.endswith(".py"):
+        return {f"{_CUSTOM}.path": reward}
+    is_model = is_url(reward) or may_be_a_hub_name(reward) or Path(expand(reward)).is_dir()
+    if not (is_model or reward.endswith(".gguf")):
+        module, name = reward.partition(":")[::2] if colon else reward.rpartition(".")[::2]
+        meant = {f"{reward}.py": "", f"{module}.py": name, f"{module.replace('.', '/')}.py": name}
+        found = (
+            f"{file}{':' * bool(own)}{own}" for file, own in meant.items() if Path(expand(file)).is_file()
+        )
+        guess = next(found, "")
+        raise ConfigError(
+            f"reward: found {reward!r}, expected a Python file, as FILE.py or FILE.py:NAME, or a reward "
+            "model, as its folder or OWNER/NAME on the hub"
+            + (f"; did you mean {guess}?" if guess else similar_path(reward))
+        )
     return {"reward_model.enable": True, "reward_model.model.path": reward}

@@ -26,10 +26,13 @@ from strop.data.loader import SampledBatches, lacks_for_resume
 from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import (
     HOLD_INTERRUPTS_S,
+    CheckpointError,
     ConfigError,
     HeldInterrupts,
+    RunFolderError,
     StropError,
     TrainingError,
+    WorkerError,
     interrupt_after,
     is_interrupt,
     write_failure,
@@ -52,6 +55,9 @@ _OF_EVALUATION = (
     *("data.apply_chat_template_kwargs", "reward_model", "environment", "agent"),
 )
 """Keys and sections that make prompts, turns and scores of rows, which a model's folder does not have."""
+
+_NOTHING_TO_SAVE = (WorkerError, RunFolderError, CheckpointError)
+"""Errors after which a checkpoint cannot be written, or a restart resumes from the last one."""
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Is called after each iteration with its number and its metrics; ``False`` stops the run."""
@@ -87,7 +93,7 @@ class Run(ABC):
             with self._drawn_at_the_end(), self.checkpoints:
                 self.start()
                 progress = self.trainer.progress.shown(self.tracking.log_progress)
-                with self.tracking, progress, self._saved_if_interrupted():
+                with self.tracking, progress, self._saved_if_it_ends():
                     self.iterate()
                     self._draw_lengths()
             self._log_next_steps()
@@ -191,7 +197,7 @@ class Run(ABC):
                 if is_due or self.checkpoints.is_time(last=trainer.global_step == trainer.total_steps):
                     with trainer.timer.phase("save_checkpoint"):
                         self.save(by_time=not is_due)
-            if self.on_step is not None and self.on_step(trainer.global_step, metrics) is False:
+            if self.on_step is not None and _is_false(self.on_step(trainer.global_step, metrics)):
                 if self._whole is not None:
                     self._save_to_stop(self._whole["global_step"])
                 logger.info("stopped at step %d by on_step; the same call goes on", trainer.global_step)
@@ -238,20 +244,25 @@ class Run(ABC):
         logger.warning("stopping when the iteration that is under way is saved; a second time: at once")
 
     @contextmanager
-    def _saved_if_interrupted(self) -> Generator[None]:
-        """Save the state after the last whole iteration if an interrupt ends the body."""
+    def _saved_if_it_ends(self) -> Generator[None]:
+        """Save the state after the last whole iteration if an interrupt or an error ends the body.
+
+        Not after the loss of a process or of the run folder, nor of a save that failed.
+        """
         try:
             yield
         except BaseException as error:
             whole, held = self._whole, self._interrupts
             at_once = held is not None and held.broke_in
-            if whole is None or at_once or not is_interrupt(error):
+            stopped = is_interrupt(error) or not isinstance(error, _NOTHING_TO_SAVE)
+            if whole is None or at_once or not stopped:
                 raise
             limit = interrupt_after(HOLD_INTERRUPTS_S)  # a worker may hang in a call before the save
             try:
                 self._save_to_stop(whole["global_step"])
-            except (StropError, OSError) as failure:  # the interrupt remains the cause
-                logger.warning("warning: %s", failure)
+            except (StropError, OSError, RuntimeError) as failure:  # what ended the run remains the cause
+                if failure is not error:  # the rewards of samples in flight
+                    logger.warning("warning: %s", failure)
             finally:
                 limit.cancel()
             raise
@@ -416,6 +427,11 @@ class Run(ABC):
                 draw_timeline(intervals, self.folder.path / TIMELINE_FILE)
         except Exception as error:  # noqa: BLE001 - a full disk, a broken font
             logger.warning("warning: the curves could not be drawn (%s)", error)
+
+
+def _is_false(value: Any) -> bool:
+    """Return True for ``False``, also for that of a comparison of numpy."""
+    return isinstance(value, bool | np.bool_) and not value
 
 
 def token_lengths(loaders: Mapping[str, Any]) -> list[ColumnLengths]:

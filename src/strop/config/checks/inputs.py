@@ -33,6 +33,7 @@ from strop.config.roles import model_paths, supervised_model_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import SupervisedConfig
+from strop.config.schema.trainer import KEPT_BY_TIME
 from strop.passed import is_function
 
 _MOST_MISSING = 3  # a list of more may be prompts in the place of rows
@@ -226,7 +227,8 @@ _SAVED_BYTES = 12
 def _room(config: RootConfig, folder: str) -> Iterator[Finding]:
     """Warn if the checkpoints that exist at once do not fit onto the disk of ``folder``."""
     settings = config.trainer
-    if settings.save_freq <= 0 or settings.val_only:
+    by_number, by_time = settings.save_freq > 0, settings.save_minutes is not None
+    if settings.val_only or not (by_number or by_time):
         return
     models: list[ModelConfig] = []
     if isinstance(config, Config):
@@ -235,12 +237,14 @@ def _room(config: RootConfig, folder: str) -> Iterator[Finding]:
         models.append(config.model)
     facts = [read_model_facts(model.path) for model in models if not model.has_adapters]
     size = _SAVED_BYTES * sum(found.parameters or 0 for found in facts if found is not None)
-    free, count = shutil.disk_usage(folder).free, (settings.max_ckpt_to_keep or 0) + 1
+    free, count, why = shutil.disk_usage(folder).free, KEPT_BY_TIME + 1, "trainer.save_minutes"
+    if by_number:
+        count, why = (settings.max_ckpt_to_keep or 0) + 1, "trainer.max_ckpt_to_keep + 1"
     if size * count > free:
         yield warning(
             f"trainer.default_local_dir={settings.default_local_dir}: a checkpoint takes at least "
             f"{gib(size)}, "
-            + (f"{count} exist while one is saved (trainer.max_ckpt_to_keep + 1), " if count > 1 else "")
+            + (f"{count} exist while one is saved ({why}), " if count > 1 else "")
             + f"and {folder} has {gib(free)} free"
         )
 

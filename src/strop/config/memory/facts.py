@@ -75,6 +75,35 @@ def read_model_facts(path: str) -> ModelFacts | None:
         return None
 
 
+_POINTER = b"version https://git-lfs"
+
+
+def fault_of_weights(path: str) -> str | None:
+    """Return why the weights of a local model cannot be loaded: a download that is not whole; else None.
+
+    Only headers are read, and only those of safetensors files.
+    """
+    folder = Path(expand(path))
+    if not (folder / "config.json").is_file():
+        return None
+    files = {file.name: file for file in folder.glob("*.safetensors")}
+    others = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.gguf", "*.h5", "*.msgpack", "*.pt*"))
+    if not files:
+        return None if others else "there is config.json, and no weights (model.safetensors)"
+    named = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(named, dict) and (missing := sorted({*map(str, named.values())} - files.keys())):
+        return f"{missing[0]} is missing, which model.safetensors.index.json names"
+    for name, file in files.items():
+        try:
+            count_parameters(file)
+        except Exception as error:  # noqa: BLE001 - of the package, or of the system
+            with file.open("rb") as content:
+                if content.read(len(_POINTER)) == _POINTER:
+                    return f"{name} is a pointer of git-lfs, without its content: run git lfs pull there"
+            return f"{name} cannot be read: {error}; it may be a part of the file alone"
+    return None
+
+
 def trained_whole(path: str, end: str) -> dict[str, int] | None:
     """Return the weights of modules whose names end so, with their numbers; None if that is not known.
 

@@ -25,6 +25,9 @@ from strop.config.schema.base import (
 from strop.config.schema.critic import NO_CRITIC
 from strop.config.schema.data import NO_VALIDATION
 
+KEPT_BY_TIME = 2
+"""Checkpoints of ``save_minutes`` that are kept, besides the one of the best validation."""
+
 _NO_CHECKPOINTS = no_effect(
     "with trainer.save_freq=-1 and trainer.save_minutes=null",
     lambda at: at.value and at.section.save_freq < 0 and at.section.save_minutes is None,

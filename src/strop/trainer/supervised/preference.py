@@ -5,10 +5,12 @@ Shapes: B pairs of a batch, N of a data set.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,13 +72,20 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         """Return the reference's log-probs of a data set, and give them to its rows."""
         dataset: Any = loader.dataset
         identity = {"model": self._reference_model or "", "rows": rows_hash(dataset)}
-        found, mode = None, self.config.trainer.resume_mode
+        found, file, mode = None, folder / f"{name}.safetensors", self.config.trainer.resume_mode
         if mode == "auto":  # otherwise these are of a run that is not continued
-            found = load(folder / f"{name}.safetensors", **identity)
+            found = load(file, **identity)
+
+        def keep(part: Reference) -> None:
+            if mode == "auto" and (found is not None or not file.exists()):  # else of an earlier run
+                with contextlib.suppress(OSError):
+                    part.save(file)
+                    logger.info("reference log-probs (%s): those computed so far are in %s", name, file)
+
         needed = range(len(dataset)) if loader is self.val_loader else self.rows_of_the_run()
         started = time.perf_counter()
         reference, computed = complete(
-            found, dataset, needed, lambda rows: self._infer(Subset(dataset, rows)), **identity
+            found, dataset, needed, lambda rows: self._infer(Subset(dataset, rows)), **identity, keep=keep
         )
         logger.info(
             "reference log-probs (%s): %d pairs computed in %.0f s, the others as before in this run folder"
@@ -89,19 +98,16 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         dataset.columns |= reference.columns
         return reference
 
-    def _infer(self, dataset: Any) -> dict[str, Tensor]:
-        """Return ``REFERENCE_INPUTS`` of all rows by the reference."""
-        found: dict[str, list[Tensor]] = {name: [] for name in REFERENCE_INPUTS}
+    def _infer(self, dataset: Any) -> Iterator[dict[str, Tensor]]:
+        """Yield ``REFERENCE_INPUTS`` of all rows by the reference, batch by batch."""
         done, reported = 0, time.perf_counter()
         for batch in self._one_pass(dataset):
             answers = self.call("evaluate_reference", batch)
-            for name, parts in found.items():
-                parts.append(answers.batch[name.removeprefix("ref_")])
+            yield {name: answers.batch[name.removeprefix("ref_")] for name in REFERENCE_INPUTS}
             done += len(batch)
             if time.perf_counter() - reported > _REPORT_EVERY_S:
                 reported = time.perf_counter()
                 logger.info("reference log-probs: %d of %d pairs", done, len(dataset))
-        return {name: torch.cat(parts) for name, parts in found.items()}
 
     def keep(self, folder: Path) -> None:
         """Write the reference's log-probs into the run folder, for a resume."""

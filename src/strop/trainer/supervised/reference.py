@@ -83,24 +83,34 @@ def complete(
     reference: Reference | None,
     dataset: AnsweredDataset,
     needed: Iterable[int],
-    infer: Callable[[Sequence[int]], dict[str, Tensor]],
+    infer: Callable[[Sequence[int]], Iterable[dict[str, Tensor]]],
     *,
     model: str,
     rows: str,
+    keep: Callable[[Reference], None],
 ) -> tuple[Reference, int]:
     """Return the log-probs of at least the ``needed`` rows, and the number of rows that were computed.
 
-    ``infer`` returns ``REFERENCE_INPUTS`` of some rows, in their order.
+    ``infer`` yields ``REFERENCE_INPUTS`` of some rows, batch by batch in their order. If it raises, as for an
+    interrupt, ``keep`` is called with those that are computed: a pass over all rows may take hours.
     """
     columns = {name: torch.full((len(dataset),), torch.nan) for name in REFERENCE_INPUTS}
     if reference is not None:
         columns = reference.columns
     known_N = torch.stack(list(columns.values())).isfinite().all(dim=0)
     missing = [row for row in sorted(set(needed)) if not known_N[row]]
-    if missing:
-        for name, figure in infer(missing).items():
-            columns[name][missing] = figure.float()
-    return Reference(model, rows, columns), len(missing)
+    found, done = Reference(model, rows, columns), 0
+    try:
+        for figures in infer(missing) if missing else ():
+            part = missing[done : done + len(next(iter(figures.values())))]
+            for name, figure in figures.items():
+                columns[name][part] = figure.float()
+            done += len(part)
+    except BaseException:
+        if done:
+            keep(found)
+        raise
+    return found, done
 
 
 def rows_hash(dataset: AnsweredDataset) -> str:
