@@ -72,6 +72,9 @@ class ScriptedEngine:
         self.advanced = None
         self.stopping = threading.Event()
 
+    def close(self) -> None:
+        """Nothing runs elsewhere."""
+
     def columns_of(self, batch: Any) -> DataProto:
         return DataProto()
 

@@ -16,23 +16,25 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from aiohttp import ClientConnectionResetError, web
-from scripted_agents import HI, KEYS, agents, answer, call, new_session
+from scripted_agents import HI, KEYS, agents, answer, call, ids_of, new_session
 from test_limits import _asks, _ended, _error, _Open
 
 from strop.agents import server
 from strop.agents import session as session_module
-from strop.agents.chat import Refusal, read_request
+from strop.agents.chat import ChatFormat, Refusal, read_request
 from strop.agents.session import Node, Session
 from strop.config.checks.check import check
 from strop.config.load import load_config
-from strop.errors import TrainingError
+from strop.errors import ConfigError, ModelError, TrainingError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rollout.agents import _Handler
 from strop.tracking.samples import samples_table
+from strop.trainer.build import chat_format
 from strop.trainer.group_filter import differing_groups
 
-from byte_tokenizer import byte_tokenizer
+import tiny_model
+from byte_tokenizer import STOP, byte_tokenizer
 from chat_templates import TEMPLATES
 
 
@@ -120,6 +122,19 @@ def test_only_the_longest_beginnings_of_a_request_are_compared_with_each_other(m
     compared.clear()
     session.submit(read_request({"messages": messages}))
     assert compared == [node]
+
+
+def test_errors_of_the_parser_name_the_key_of_agents(tmp_path):
+    (tmp_path / "own.py").write_text("def own(text): return text[5000]\n")
+    tool = {"type": "function", "function": {"name": "f"}}
+    form = ChatFormat(load_config(KEYS), byte_tokenizer(), [STOP], f"{tmp_path / 'own.py'}:own")
+    request = read_request({"messages": HI, "tools": [tool]})
+    with pytest.raises(ConfigError, match=r"^agent\.parser: IndexError"):
+        form.read(request, [], ids_of("A"))
+    model = tiny_model.save(tmp_path / "model", hidden=32)
+    config = load_config([f"actor_rollout_ref.model.path={model}", *KEYS[1:], "agent.parser=hermis"])
+    with pytest.raises(ModelError, match=r"agent\.parser='hermis'"):  # before a program asks
+        chat_format(config, tiny_model.build_tokenizer())
 
 
 def test_a_number_that_another_language_writes_otherwise_continues_its_call():

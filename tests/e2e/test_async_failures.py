@@ -132,6 +132,23 @@ def test_an_interrupt_completes_the_checkpoint_whose_samples_are_in_flight(
     assert (hashes(train(options)), metrics(tmp_path)) == undisturbed(steps)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_generation_that_fails_is_named_though_a_checkpoint_waits_for_it(
+    inputs, tmp_path, monkeypatch, steps
+):
+    generate = ActorRolloutRefWorker.generate_sequences
+
+    @functools.wraps(generate)
+    def generated(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        if prompts.meta_info["batch"] == INTERRUPTED:
+            raise ConnectionError("no engine")
+        return generate(self, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "generate_sequences", generated)
+    with pytest.raises(ConnectionError, match=r"^no engine$"):
+        train(options_of(inputs, tmp_path, steps))
+
+
 def train_on_a_full_disk(options: list[str], file: str) -> None:
     """Fail to write one file of the checkpoint of iteration 2."""
     save = torch.save

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.checkpoint import filesystem, staging
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from strop.checkpoint.folder import verify
 from strop.cli.main import main
@@ -67,7 +67,7 @@ def train_interrupted(options: list[str], run: Path, where: str, number: int) ->
     elif where == "seal":
         before(os, "fsync", second / "trainer.pt")
     elif where == "final model":
-        before(PreTrainedModel, "save_pretrained", run)
+        before(PreTrainedConfig, "save_pretrained", run)
     sys.exit(main(["train", *options]))
 
 

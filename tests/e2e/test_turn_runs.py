@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from processes import own_and_orphans
@@ -56,6 +57,7 @@ class Breaks(Replies):
             os._exit(3)
         return "go on"
 """
+NOTED = "def compute_score(response): return {'score': 0.0, 'note': f'it says {response}'}\n"
 STOPS = "actor_rollout_ref.rollout.stop_token_ids=[4,5,6,7,8,9]"  # a random policy seldom says <end>
 
 
@@ -113,11 +115,27 @@ def test_weights_do_not_depend_on_when_answers_come(inputs, tmp_path, monkeypatc
     assert last["reward/environment/mean"] > 0
 
 
-def test_a_resumed_run_with_samples_between_turns_trains_the_same(inputs, tmp_path):
-    options = ["trainer.save_freq=1", "trainer.total_training_steps=4", *SETTINGS["async"]]
-    whole = hashes(train(_options(inputs, tmp_path / "whole", *options)))
-    checkpoint = f"trainer.resume_mode={tmp_path / 'whole' / 'global_step_1'}"
-    assert hashes(train(_options(inputs, tmp_path / "resumed", *options, checkpoint))) == whole
+FILTER = (
+    "trainer.async_steps=1",
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=score",
+)
+
+
+@pytest.mark.parametrize(("step", "more"), [(1, ()), (2, FILTER)], ids=["in flight", "carried over"])
+def test_a_resumed_run_with_samples_between_turns_trains_the_same(inputs, tmp_path, step, more):
+    (inputs / "noted.py").write_text(NOTED)  # a text in the place of a number
+    reward = f"custom_reward_function.path={inputs / 'noted.py'}"
+    options = ["trainer.save_freq=1", "trainer.total_training_steps=4", *SETTINGS["async"], reward, *more]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    expected = hashes(train(_options(inputs, whole, *options)))
+    assert bool(_metrics(whole)[step - 1].get("filter/groups_carried_over")) == bool(more)
+    checkpoint = f"trainer.resume_mode={whole / f'global_step_{step}'}"
+    assert hashes(train(_options(inputs, resumed, *options, checkpoint))) == expected
+    for later in range(step + 1, 5):  # with the conversations, and the texts of rewards
+        found = [pq.read_table(run / "rollouts" / f"step_{later:06d}.parquet") for run in (whole, resumed)]
+        assert found[0].equals(found[1])
+        assert "reward_text/note" in found[0].column_names
 
 
 def test_methods_that_break_cost_their_turns_and_leave_no_process(inputs, tmp_path):

@@ -347,6 +347,16 @@ def test_a_started_server_that_refuses_weights_is_not_sent_them_again_and_again(
     assert server.paths().count("/update_weights") == 3  # right, refused, and refused after its restart
 
 
+def test_servers_of_a_run_end_with_it_though_a_traceback_keeps_their_rollout():
+    server, ended = FakeVLLM(), []
+    own = SimpleNamespace(
+        url=server.url, has_ended=False, last_lines=str, stop=lambda: ended.append(1), start=lambda: None
+    )
+    rollout = rollout_on(own=[own])
+    rollout.close()
+    assert ended == [1]
+
+
 def test_all_servers_gone_is_an_error_that_names_them():
     server = FakeVLLM()
     rollout = rollout_on(server, patience_s=0.5)

@@ -89,6 +89,30 @@ def test_checkpoints_after_that_of_a_resume_are_pruned_when_a_new_one_is_whole(t
     assert kept() == [24, 26]
 
 
+@pytest.mark.parametrize("fails_in", ["save_is_done", "finish_save"])
+def test_an_error_of_what_a_save_waits_for_is_not_one_of_the_save(tmp_path, fails_in):
+    error = RuntimeError("no more samples")
+
+    class Part:
+        def save_is_done(self) -> bool:
+            self.step("save_is_done")
+            return True
+
+        def finish_save(self) -> None:
+            self.step("finish_save")
+
+        def step(self, name: str) -> None:
+            with checkpoint.awaiting():
+                if name == fails_in:
+                    raise error
+
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(RuntimeError) as raised:
+        checkpoints.save(3, {"actor": Group(1)}, STATE, later=lambda folder: Part())
+    assert raised.value is error
+    assert names(tmp_path) == []
+
+
 def test_saving_an_iteration_again_replaces_it(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"actor": Group(1)}, STATE)

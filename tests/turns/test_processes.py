@@ -12,6 +12,8 @@ import pytest
 
 from strop.environments.pool import EnvironmentPool, Request
 from strop.errors import RewardError
+from strop.rollout.base import GenerationStopped
+from strop.rollout.queued import QueuedRollout
 
 from scripted import Script, answers, call, ended_by, environments_of, settings_of
 
@@ -86,6 +88,17 @@ def test_each_call_of_a_turn_has_the_time_of_a_method():
     said = "".join([call("wait", seconds=0.6)] * 3)
     result = Script(environments_of(own=Slow), [[said, "end"]], timeout=1.0).play()
     assert answers(result) == ["waited"] * 3
+
+
+def test_a_method_that_takes_long_is_left_when_the_run_ends():
+    script = Script(environments_of(own=Slow), [[call("wait", seconds=600.0)]], timeout=500.0)
+    rollout = QueuedRollout(pad_token_id=0, eos_token_ids=[1], episodes=script.episodes)
+    rollout.stopping = threading.Event()  # as the worker sets its own
+    threading.Timer(0.5, rollout.stopping.set).start()
+    begun = time.monotonic()
+    with pytest.raises(GenerationStopped):
+        script.play()
+    assert time.monotonic() - begun < LONGEST_S
 
 
 class Floods:

@@ -119,6 +119,12 @@ class Submits:
         return float(self.answer == 7) + len(self.notes) / 100
 
 
+def test_a_column_of_the_data_may_have_the_name_of_the_turns():
+    rows = {"conversation": [[{"role": "user", "content": "Hi"}]]}  # as data.prompt_key names it
+    result = Script(environments_of(own=Replies), [["a", "bye"]], rows=rows).play()
+    assert [one["text"] for one in conversation(result)] == ["a", "bye"]
+
+
 def test_an_inserted_answer_has_the_newline_after_the_stop_token():
     result = Script(environments_of(own=Replies), [["A", "bye"]]).play()
     tokenizer = byte_tokenizer()

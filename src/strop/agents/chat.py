@@ -17,7 +17,7 @@ from strop.data.pictures.read import alive_parts
 from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
 from strop.data.tool_calls import find_parser, opens_thinking, require_schemas, text_before, text_of_turn
 from strop.environments.loading import load_object
-from strop.errors import ConfigError, DataError, ModelError
+from strop.errors import ConfigError, DataError, ModelError, reword
 from strop.pictures import Picture
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class ChatFormat:
                     lambda given: load_object(given, "agent.parser"),
                 )
             except (ModelError, ConfigError) as error:
-                raise Refusal(400, str(error).replace("environment.parser", "agent.parser")) from error
+                raise Refusal(400, _of_agent(str(error))) from error
         return self._parser
 
     def prompt(self, request: ChatRequest) -> Shown:
@@ -343,7 +343,11 @@ class ChatFormat:
         thinking, content = split_thinking(text, end)
         if not request.tools:
             return ChatAnswer(content, thinking, (), "")
-        turn = self.parser()(text, end, request.tools)
+        try:
+            turn = self.parser()(text, end, request.tools)
+        except ConfigError as error:  # of a function of the user's
+            reword(error, _of_agent)
+            raise
         calls, malformed = turn.calls[: 1 if request.is_one_call else None], turn.malformed
         if len(calls) > 1 and self.bridge(request).one_call:
             malformed = "expected one call in a turn"
@@ -365,6 +369,11 @@ class ChatFormat:
             middle = (low + high) // 2
             low, high = (low, middle) if has(middle) else (middle + 1, high)
         return low, True
+
+
+def _of_agent(text: str) -> str:
+    """Return a message about the parser with the key of agents."""
+    return text.replace("environment.parser", "agent.parser")
 
 
 def joined(*shown: Shown) -> Shown:

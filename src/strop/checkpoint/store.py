@@ -103,6 +103,19 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
+class AwaitedError(Exception):
+    """What a save waits for has failed, by the error that is the cause; the save has not."""
+
+
+@contextlib.contextmanager
+def awaiting() -> Generator[None]:
+    """Raise an error of the body, which a part of a save waits for, as ``AwaitedError``."""
+    try:
+        yield
+    except Exception as error:
+        raise AwaitedError from error
+
+
 class Checkpoints:
     """The checkpoints of one run folder, and their copies in a remote one.
 
@@ -183,7 +196,8 @@ class Checkpoints:
             raise
         first = failures.pop(0) if failures and error is None else None
         for failure in failures:  # the error that ended the run takes precedence
-            logger.warning("%s", failure)
+            if failure is not error:  # by which samples of the save in flight failed, too
+                logger.warning("%s", failure)
         if first is not None:
             raise first
 
@@ -415,6 +429,8 @@ class Checkpoints:
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
             if is_interrupt(error):
                 raise KeyboardInterrupt from error
+            if isinstance(error, AwaitedError) and error.__cause__ is not None:
+                raise error.__cause__ from None
             if not _is_final_failure(error):
                 raise
             raise CheckpointError(

@@ -148,6 +148,7 @@ class AgentRollout:
 
     def close(self) -> None:
         self._server.close()
+        self._engine.close()
 
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None

@@ -96,6 +96,10 @@ def tokens_only(advanced: Advanced) -> Advanced:
     return lambda _, tokens: advanced(0, tokens)
 
 
+LOOK_S = 0.25
+"""Longest time between two looks at ``stopping`` while a generation waits for others."""
+
+
 class GenerationStopped(Exception):
     """A generation was left because the run is ending: nothing waits for its samples."""
 
@@ -314,9 +318,11 @@ def answer(
     if not log_probs.isfinite().all():
         raise TrainingError("generate: the model's logits are not finite; have its weights diverged?")
     responses = samples.tokens.to(device).masked_fill(~present, pad_token_id)
+    # a column of the data of this name gives way to that of turns
+    own = () if samples.sampled is None else ("conversation",)
     rest = DataProto(
         {name: column for name, column in prompts.batch.items() if name not in (*PROMPT_COLUMNS, "seeds")},
-        prompts.non_tensor_batch,
+        {name: column for name, column in prompts.non_tensor_batch.items() if name not in own},
         prompts.meta_info,
     )
     prompt_ids, prompt_mask = (

@@ -12,9 +12,10 @@ import hashlib
 import json
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from strop.errors import CheckpointError, ModelError
 from strop.pictures import Picture
 from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
+from strop.rollout.base import LOOK_S, GenerationStopped
 from strop.rollout.in_flight import Gather, InFlight, Place, Record, RecordedTurn, exchange
 from strop.rollout.turn_format import TurnFormat, call_id
 from strop.terminal import printable
@@ -77,6 +79,8 @@ class Episodes:
         }
         """Arguments of ``InFlight``."""
         self._episodes: weakref.WeakKeyDictionary[InFlight, dict[int, _Episode]] = weakref.WeakKeyDictionary()
+        self.stopping = threading.Event()
+        """See ``RolloutEngine``."""
         self._n_named = 0
         self._warned: set[str] = set()
 
@@ -105,7 +109,7 @@ class Episodes:
             firsts = [row for row in range(own.start, own.stop, n) if row not in texts]
             asked = [(first, self._submit(batch, first + number, {})) for first in firsts]
             for first, future in asked:
-                answer = future.result()
+                answer = self._awaited(future)
                 if self._is_playing(batch, first + number, answer):
                     texts[first] = answer["text"]
         for row in range(own.start, own.stop):
@@ -149,7 +153,7 @@ class Episodes:
         """Answer the turns of samples that wait, all at the same time; insert in the order of ``places``."""
         asked = [(place, self._ask(*place)) for place in places]
         for (batch, row), future in asked:
-            self._go_on(batch, row, None if future is None else future.result())
+            self._go_on(batch, row, None if future is None else self._awaited(future))
 
     def ask(self, batch: InFlight, row: int, arrived: SimpleQueue[tuple[int, Callable[[], None]]]) -> None:
         """Send a turn to its environment.
@@ -176,7 +180,7 @@ class Episodes:
         asked = [(row, *self._close(batch, row)) for row in rows]
         texts, scores = [], []
         for row, turns, future in asked:
-            answer = future.result()
+            answer = self._awaited(future)
             is_lost = batch.records[row].error or not self._is_playing(batch, row, answer)
             scores.append(_scores(batch, row, None if is_lost else answer["rewards"]))
             error = {"error": batch.records[row].error} if is_lost else {}
@@ -194,6 +198,13 @@ class Episodes:
         columns["n_calls"] = torch.tensor(calls, dtype=torch.int16)
         self._episodes.pop(batch, None)
         return DataProto(columns, {"conversation": np.array(texts, object)})
+
+    def _awaited(self, future: Future[Answer]) -> Answer:
+        """Wait for an answer, which may take long; raise ``GenerationStopped`` once ``stopping`` is set."""
+        while not wait([future], LOOK_S).done:
+            if self.stopping.is_set():
+                raise GenerationStopped
+        return future.result()
 
     def _episode(self, batch: InFlight, row: int) -> _Episode:
         """Return the episode of a sample, made from its row where it is not known."""

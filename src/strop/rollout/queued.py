@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from strop.protocol import DataProto
-from strop.rollout.base import Advanced, Finished, GenerationStopped, SamplingParams
+from strop.rollout.base import LOOK_S, Advanced, Finished, GenerationStopped, SamplingParams
 from strop.rollout.in_flight import InFlight, Queue
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 
 Item = TypeVar("Item")
-_LOOK_S = 0.25
-"""Longest time between two looks at ``stopping`` while a generation waits for others."""
-
 Wave = Callable[[Sequence[InFlight], int], None]
 """Generate batches with weights of a version until the first one is complete."""
 
@@ -44,7 +41,7 @@ class QueuedRollout:
         }
         self._episodes = episodes
         self.advanced: Advanced = lambda done, tokens: None
-        self.stopping = threading.Event()
+        self._stopping = threading.Event()
         self._queue = Queue[InFlight]()
 
     def generate(
@@ -70,6 +67,17 @@ class QueuedRollout:
         self._queue.forget(batch)
         return result.union(DataProto({"rollout_versions": versions})).union(turns)
 
+    @property
+    def stopping(self) -> threading.Event:
+        """See ``RolloutEngine``."""
+        return self._stopping
+
+    @stopping.setter
+    def stopping(self, flag: threading.Event) -> None:
+        self._stopping = flag
+        if self._episodes is not None:
+            self._episodes.stopping = flag
+
     def require_going_on(self) -> None:
         """Raise ``GenerationStopped`` once ``stopping`` is set; engines call it before each step."""
         if self.stopping.is_set():
@@ -80,7 +88,10 @@ class QueuedRollout:
         while True:
             self.require_going_on()
             with contextlib.suppress(Empty):
-                return arrived.get(timeout=_LOOK_S)
+                return arrived.get(timeout=LOOK_S)
+
+    def close(self) -> None:
+        """End what runs in other processes."""
 
     def in_flight(self) -> dict[str, Any]:
         return self._queue.state()

@@ -397,11 +397,16 @@ def turn_format(
 
 
 def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
-    """Return how an agent's messages are written; ``ModelError`` if the template shows no answers."""
+    """Return how an agent's messages are written.
+
+    Raises ``ModelError`` if the template shows no answers, or ``agent.parser`` names no parser.
+    """
     ends = end_ids(config.actor_rollout_ref.model, tokenizer, config.data.cache_dir)
     form = ChatFormat(config, tokenizer, ends, config.agent.parser)
     try:
         form.bridge(read_request({"messages": [{"role": "user", "content": "Hi"}]}))
+        if config.agent.parser != "auto":  # what the template writes counts only if a program has tools
+            form.parser()
     except Refusal as refusal:
         raise ModelError(str(refusal)) from refusal
     return form

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from strop.checkpoint.store import IN_FLIGHT
+from strop.checkpoint.store import IN_FLIGHT, awaiting
+from strop.columns import REWARD_TEXT
 from strop.config.roles import Schedule
 from strop.controller.group import Future
 from strop.data.loader import PromptLoader
@@ -83,8 +84,9 @@ class LatePart:
 
     def save_is_done(self) -> bool:
         """Return True if ``finish_save`` will not wait."""
-        if not all(batch.is_scored(self._ppo) for batch in self._batches):
-            return False
+        with awaiting():
+            if not all(batch.is_scored(self._ppo) for batch in self._batches):
+                return False
         self.cut()
         return self._tail is None or self._tail.is_done()
 
@@ -93,8 +95,9 @@ class LatePart:
         self.cut()
         for batch in self._batches:
             crash_point("in_flight", batch.number)
-            samples = batch.samples(self._ppo, timer=PhaseTimer())  # not the learner's wait
-            _save(samples.scored(), self._folder / f"batch_{batch.number}.pt")
+            with awaiting():
+                scored = batch.samples(self._ppo, timer=PhaseTimer()).scored()  # not the learner's wait
+            _save(scored, self._folder / f"batch_{batch.number}.pt")
         if self._tail is not None:
             self._tail.get()
             self._tail, self._with_tail = None, False  # idempotent: an interrupted save calls this again
@@ -269,13 +272,14 @@ class Pipeline:
             self._loading = []
 
     def _load(self, path: Path) -> DataProto:
-        """Return saved samples; columns that are not tensors are those of their prompts."""
+        """Return saved samples; columns that were not saved are those of their prompts."""
         saved = torch.load(path, weights_only=True)
         places = [(int(batch), int(row)) for batch, row in (uid.split("-") for uid in saved["uids"])]
         numbers = {number for number, _ in places}
         prompts = {number: self.ppo.named(self.loader.batch(number), number) for number in numbers}
         rows = [prompts[number][[row]] for number, row in places[:: self.n]]
         columns = DataProto.concat(rows).repeat(self.n).non_tensor_batch
+        columns |= {name: np.array(values, object) for name, values in saved.get("texts", {}).items()}
         if "files" in saved:
             columns["image_files"] = np.full(len(saved["uids"]), unpacked_files(saved["files"]), object)
         return DataProto(saved["tensors"], columns, saved["meta_info"])
@@ -300,7 +304,12 @@ def _save(scored: DataProto, path: Path) -> None:
     tensors = {name: column.clone() for name, column in scored.batch.items()}
     uids = scored.non_tensor_batch["uid"].tolist()
     meta_info = {name: value for name, value in scored.meta_info.items() if not name.startswith("generation")}
-    found = {"tensors": tensors, "uids": uids, "meta_info": meta_info}
+    texts = {
+        name: column.tolist()
+        for name, column in scored.non_tensor_batch.items()
+        if (name == "conversation" and "n_turns" in scored.batch) or name.startswith(REWARD_TEXT)
+    }
+    found = {"tensors": tensors, "uids": uids, "meta_info": meta_info, "texts": texts}
     if "image_files" in scored.non_tensor_batch:
         found["files"] = packed_files(dict(ChainMap(*scored.non_tensor_batch["image_files"])))
     torch.save(found, path)

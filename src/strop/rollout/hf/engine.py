@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -332,6 +333,7 @@ class _TrialTurns:
     """Two turns of a token, with two tokens between them, in place of ``Episodes``."""
 
     options: ClassVar[dict[str, Any]] = {"turn_length": 2}
+    stopping: threading.Event
 
     def begin(self, batch: InFlight) -> InFlight:
         return batch

@@ -234,6 +234,10 @@ class HTTPRollout(QueuedRollout):
     def release(self) -> None:
         """Do nothing: the servers' memory is not the trainer's."""
 
+    def close(self) -> None:
+        """End the requests, and the servers of the run: a traceback may keep this object alive."""
+        self._thread.close()
+
 
 def require_held(
     weights: CheckpointWeights, dtype: torch.dtype, sealed: SealedWeights, parts: list[dict[str, int]]
