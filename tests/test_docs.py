@@ -162,6 +162,8 @@ def test_keys_are_found_by_a_word_of_their_name_or_meaning(capsys):
     assert "trainer.total_epochs=1\n" in capsys.readouterr().out
     assert main(["keys", "data.train_files"]) == 0
     assert "data.train_files=(required)\n" in capsys.readouterr().out
+    assert main(["keys", "data.val_files"]) == 0
+    assert "data.val_files=[]\n" in capsys.readouterr().out  # required with trainer.val_only
     assert main(["keys", "learningrate"]) == 2
     assert "learningrate" in capsys.readouterr().err
 
