@@ -197,7 +197,9 @@ def _sections(tree: Tree, sections: list[Key] | None, heading: str, *, with_stat
 def _item(tree: Tree, key: Key, keys: dict[str, Key], *, with_status: bool) -> str:
     """Return an item of a list; a default stands as in the YAML file, with its interpolations."""
     value: Any = tree.raw_default(key.path)
-    default = "Required" if key.required is not None and not value else f"Default `{_in_yaml(value)}`"
+    default = f"Default `{_in_yaml(value)}`"
+    if key.required is not None and key.required.is_usual and not value:
+        default = f"Required {key.required.when}".rstrip()
     status = status_in_words(key, inherited=len(keys[key.path.rpartition(".")[0]].limits))
     text = f"- `{key.path}`: {_doc(key)} {default} ({key.expected})."
     if with_status and status != "honoured":
@@ -206,7 +208,7 @@ def _item(tree: Tree, key: Key, keys: dict[str, Key], *, with_status: bool) -> s
 
 
 def _in_yaml(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return "null" if value is None else str(value) or '""'
 
 
 def _wrapped(text: str) -> str:

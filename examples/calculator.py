@@ -1,7 +1,7 @@
 """A calculator as a tool: products of two numbers of three digits, which a small model cannot work out.
 
 `python examples/calculator.py FOLDER` writes three files: `warm_up.jsonl`, sums with calls and their answers
-for `strop sft`, and the products `train.jsonl` and `test.jsonl`. `examples/calculator.sh` runs all.
+for `strop sft`, and the products `train.jsonl` and `test.jsonl`. `examples/story.sh` runs all.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from strop import errors
 from strop.cli.main import _COMMANDS, _parser, main
 from strop.config.keys import all_keys
 from strop.config.trees import PPO, TREES
+from strop.engines.megatron.settings import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -48,6 +50,25 @@ def test_quoted_messages_are_those_of_the_code():
     parts = [part.strip(" :;.=") for message in quoted for part in message.split("…")]
     assert len(quoted) > 30
     assert [part for part in parts if part not in texts] == []
+
+
+def test_the_picture_of_the_layers_is_that_of_import_linter():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    lines, drawn = (ROOT / "ARCHITECTURE.md").read_text().split("```")[1].splitlines()[1:], []
+    for line in lines:
+        names = {*re.findall("[a-z_]+", re.split(" {2,}", line.strip(" └─"))[0])}
+        if "└─" in line or not drawn:
+            drawn.append(names)
+        else:
+            drawn[-1] |= names
+    assert drawn == [{*layer.split(" | ")} for layer in contract["layers"]]
+
+
+def test_the_families_of_megatron_are_those_of_its_engine():
+    """The other columns are measured by ``make families``, this one is not."""
+    rows = re.findall(r"^\| (\w+) \| \w+ \|.*\| (yes|no) \|$", (DOCS / "models.md").read_text(), re.MULTILINE)
+    assert len(rows) > 100
+    assert {family for family, megatron in rows if megatron == "yes"} == {*FAMILIES}
 
 
 def blocks(*languages: str) -> Iterator[tuple[str, str]]:
@@ -141,6 +162,8 @@ def test_keys_are_found_by_a_word_of_their_name_or_meaning(capsys):
     assert "trainer.total_epochs=1\n" in capsys.readouterr().out
     assert main(["keys", "data.train_files"]) == 0
     assert "data.train_files=(required)\n" in capsys.readouterr().out
+    assert main(["keys", "data.val_files"]) == 0
+    assert "data.val_files=[]\n" in capsys.readouterr().out  # required with trainer.val_only
     assert main(["keys", "learningrate"]) == 2
     assert "learningrate" in capsys.readouterr().err
 

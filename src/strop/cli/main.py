@@ -78,7 +78,7 @@ Keys: strop docs supervised_config""",
         """\
 strop check MODEL DATA ...            the arguments of strop train: sizes, memory, every error
 strop check --command sft MODEL DATA  those of strop sft
-strop check --full ...                show all keys, not those alone that differ from the defaults
+strop check --full ...                also show tables, and all keys with the authors of their values
 strop check --config-only ...         do not read data sets and rewards
 strop check --time ...                load the models too, and measure how long the run takes""",
     ),

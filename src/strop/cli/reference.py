@@ -61,6 +61,7 @@ def run_keys(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     for key in sorted(found, key=lambda key: not has_words(key.path)):
         default = tree.raw_default(key.path)
-        value = "(required)" if key.required and not default else "null" if default is None else default
+        is_required = key.required is not None and key.required.is_usual and not default
+        value = "(required)" if is_required else "null" if default is None else default
         console.print(literal(key.path, "bold"), literal(f"={value}\n    {key.doc} ({key.expected})"), sep="")
     return 0

@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, words: str = "MODEL DATA") -> None:
     """Add MODEL and DATA, the options of every kind of run, ``--config`` and Hydra overrides."""
     add = parser.add_argument
-    parser.usage = (
-        f"{parser.prog} MODEL DATA [OPTION ...] [key=value ...]\n       {parser.prog} key=value ..."
-    )
+    parser.usage = f"{parser.prog} {words} [OPTION ...] [key=value ...]\n       {parser.prog} key=value ..."
     parser.set_defaults(command=parser.prog.split()[-1], prog=parser.prog, unknown=(), recipe=None)
-    add(
-        "overrides", nargs="*", metavar="MODEL DATA key=value", help="and keys over the defaults, as in Hydra"
-    )
+    keys = "and keys over the defaults, as in Hydra"
+    add("overrides", nargs="*", metavar=f"{words} key=value", help=keys)
     add("--lr", type=float, metavar="X", help="learning rate")
     add("--steps", type=int, metavar="N", help="iterations of the run")
     add("--out", metavar="DIR", help="run folder; the same command again resumes from it")
@@ -41,9 +38,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", dest=f"{name}_option", help=argparse.SUPPRESS)
 
 
-def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train_arguments(parser: argparse.ArgumentParser, words: str = "MODEL DATA") -> None:
     """Add the arguments of ``add_config_arguments``, and those of reinforcement learning."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, words)
     add = parser.add_argument
     what = "Python file with your reward function, or a reward model"
     add("--reward", action=OneReward, metavar="FILE[:NAME]", help=what)
@@ -59,8 +56,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_distill_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``add_train_arguments``, with STUDENT and TEACHER in place of MODEL."""
-    add_train_arguments(parser)
-    parser.usage = f"{parser.prog} STUDENT TEACHER DATA [OPTION ...] [key=value ...]"
+    add_train_arguments(parser, "STUDENT TEACHER DATA")
     parser.set_defaults(recipe="distill")
 
 

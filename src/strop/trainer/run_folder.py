@@ -125,7 +125,7 @@ class RunFolder:
 
     @property
     def final_model(self) -> Path:
-        """The trained actor as a Hugging Face folder, when no checkpoints are kept."""
+        """The trained model as a Hugging Face folder."""
         return self.path / FINAL_MODEL
 
     def write_config(self, config: RootConfig) -> None:

@@ -106,7 +106,8 @@ def _applying(key: Key, at: At) -> list[Limit]:
 
 def status_in_words(key: Key, *, inherited: int = 0) -> str:
     """Return the entry of a key in the last column of the reference page, less ``inherited`` markers."""
-    entries = [f"required {key.required.when}".strip()] if key.required is not None else []
+    required = key.required
+    entries = [] if required is None or required.is_usual else [f"required {required.when}"]
     for limit in key.limits[inherited:]:
         verb, (when, reason) = "no effect" if limit.level == "warning" else "error", limit.words(key.path)
         entries.append(f"{verb} {when}" + (f": {reason}" if reason else ""))

@@ -91,6 +91,11 @@ class Required:
     applies: Callable[[At], bool] = lambda at: True
     when: str = ""
 
+    @property
+    def is_usual(self) -> bool:
+        """True unless the value is needed with another key only."""
+        return not self.when.startswith("with ")
+
 
 class Resumes(str):
     """Marker on a field: what a resume requires of the key's value.
