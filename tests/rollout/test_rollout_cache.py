@@ -11,7 +11,7 @@ from strop.errors import ModelError
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.hf.kv_cache import keys_and_values
-from strop.rollout.hf.packed_linear import packed_linears
+from strop.rollout.hf.packed_linear import layers_of_one_input, packed_linears
 
 from messages import naming
 from tiny_lms import prompts_of, tiny_lm
@@ -49,6 +49,54 @@ def test_packed_layers_compute_what_the_layers_compute(dtype, rows):
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
+def test_layers_that_always_get_one_input_are_found():
+    model = tiny_lm()
+    with layers_of_one_input(model) as groups, torch.no_grad():
+        model(torch.tensor([[3, 4, 5]]))
+        model(torch.tensor([[6, 7]]))
+    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    expected = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]] * model.config.num_hidden_layers
+    assert [[names[id(layer)] for layer in group] for group in groups] == expected
+
+
+def test_layers_whose_input_is_sometimes_another_or_overwritten_are_in_no_group():
+    a, b, c = (nn.Linear(4, 4) for _ in range(3))
+    with layers_of_one_input(nn.ModuleList([a, b, c])) as groups, torch.no_grad():
+        x = torch.randn(2, 4)
+        a(x), b(x)
+        x.add_(1)
+        c(x)
+    assert groups == [[a, b]]
+    with layers_of_one_input(nn.ModuleList([a, b, c])) as groups, torch.no_grad():
+        a(x), b(x)
+        a(x.clone()), b(x)
+    assert groups == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_one_product_compute_what_the_layers_compute(dtype):
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, out, bias=out != 128) for out in (512, 128, 64)]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16),
+    ):
+        x, y = torch.randn(5, 1, 256), torch.randn(3, 2, 256)
+        # in another order, twice, of inputs that alternate
+        asked = [(0, x), (2, x), (2, x), (1, y), (1, x), (0, y), (2, y)]
+        expected = [layers[number](input) for number, input in asked]
+        doubled = layers[1](2 * x)
+        with packed_linears(nn.ModuleList(layers), dtype, [layers]):
+            found = [layers[number](input) for number, input in asked]
+            layers[0](x)
+            x.mul_(2)
+            found.append(layers[1](x))
+    for mine, theirs in zip(found, [*expected, doubled], strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
 def test_layers_are_unpacked_again_after_an_error():
     layer = nn.Linear(512, 512)
     with (
@@ -60,7 +108,7 @@ def test_layers_are_unpacked_again_after_an_error():
 
 
 def test_packing_during_generation_changes_no_token(monkeypatch):
-    monkeypatch.setattr("strop.rollout.hf.packed_linear._SMALLEST", 1)
+    monkeypatch.setattr("strop.rollout.hf.packed_linear._SMALLEST", {torch.float32: 1})
     model = tiny_lm()
     prompts, params = prompts_of([3, 9, 5], n=4), SamplingParams(max_tokens=12, n=4)
     rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1])

@@ -35,7 +35,7 @@ from strop.protocol import DataProto, sequence_columns
 from strop.rollout.base import Advanced, Finished, RolloutSpec, Samples, SamplingParams, tokens_only
 from strop.rollout.hf.decoding import Contexts, Kept, decode
 from strop.rollout.hf.kv_cache import attention_windows
-from strop.rollout.hf.packed_linear import packed_linears
+from strop.rollout.hf.packed_linear import layers_of_one_input, packed_linears
 from strop.rollout.in_flight import InFlight
 from strop.rollout.queued import QueuedRollout, Wave
 from strop.rollout.sampling import draw_uniforms
@@ -96,6 +96,7 @@ class HFRollout(QueuedRollout):
             _eval_mode(model),
             portable_attention(model),
             model_errors(model, "rollout.name=hf: "),
+            layers_of_one_input(model) as self._groups,
         ):
             check_decoding(model, self.generate, self._reader, _check_prompts(model))
             if isinstance(self._reader, PictureReader):
@@ -145,7 +146,11 @@ class HFRollout(QueuedRollout):
     def _ready(self, params: SamplingParams) -> Generator[None]:
         """Prepare the model for ``decode`` in the body."""
         pack = params.max_tokens >= _PACK_FROM
-        packs = packed_linears(self.model, self.compute_dtype) if pack else contextlib.nullcontext(())
+        packs = (
+            packed_linears(self.model, self.compute_dtype, self._groups)
+            if pack
+            else contextlib.nullcontext(())
+        )
         with (
             _eval_mode(self.model),
             portable_attention(self.model),  # contexts are padded, and the cache makes the mask
