@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.torch_private import blocked, blocked_linear, multiplies_bfloat16
+from strop.torch_private import blocked, blocked_linear, multiplies_bfloat16, writes_in_place
 
 _SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 14}
 """Smallest weight in elements: below it the fixed cost (20 us in float32) is above the gain."""
@@ -44,9 +44,9 @@ def layers_of_one_input(model: nn.Module) -> Generator[list[list[nn.Linear]]]:
         for input in given[:1]:
             known = latest.get(id(input))
             # the id of a tensor is given again after its end; what was overwritten is another input
-            if known is None or known[0]() is not input or known[1] != input._version:
+            if known is None or known[0]() is not input or known[1] != writes_in_place(input):
                 noted.append([])
-                known = latest[id(input)] = weakref.ref(input), input._version, noted[-1]
+                known = latest[id(input)] = weakref.ref(input), writes_in_place(input), noted[-1]
             known[2].append(module)
 
     hooks = [
@@ -132,11 +132,12 @@ class _Product:
         """Of the layers that have not been asked since."""
 
     def __call__(self, number: int, input: Tensor) -> Tensor:
-        if number not in self._outputs or input is not self._input or input._version != self._version:
+        is_known = input is self._input and writes_in_place(input) == self._version
+        if number not in self._outputs or not is_known:
             whole = blocked_linear(input.to(self._dtype), self._weight, self._bias)
             if len(self._sizes) == 1:
                 return whole
-            self._input, self._version = input, input._version
+            self._input, self._version = input, writes_in_place(input)
             self._outputs = dict(enumerate(whole.split(self._sizes, -1)))
         output = self._outputs.pop(number)
         if not self._outputs:
