@@ -41,7 +41,7 @@ def timed_out(timeout_s: float, *, batch: int | None = None, notes: Sequence[str
 
     ``notes``: what is known of the reason.
     """
-    found = f"the reward function took longer than reward_model.timeout_s={timeout_s:g} and was cut off"
+    found = f"the reward function took longer than {timeout_s:g} s (reward_model.timeout_s) and was cut off"
     if batch is not None:
         found += f": a batch of {batch} samples is one call"
     return Outcome("timeout", error="; ".join([found, *notes]))
