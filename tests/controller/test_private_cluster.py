@@ -1,4 +1,4 @@
-"""The private cluster of a run, in separate drivers: its token, and a loss while a driver connects."""
+"""The private cluster of a run: its start, its token, and a loss while a driver connects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from strop.controller.ray import cluster
+from strop.errors import WorkerError
+
 CONNECT = """
 import ray
 from strop.controller.ray import cluster
@@ -42,6 +44,33 @@ def drive(program, home, **authentication):
     )
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_cluster_that_does_not_start_is_started_once_more(monkeypatch, caplog, failures):
+    """On a busy machine a raylet ends itself, whose agents are not there after 15 s."""
+    connected = []
+
+    class Cluster:
+        def __init__(self, cpus):
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise WorkerError("Ray did not start: its process raylet died\nlast lines")
+
+        def connect(self):
+            connected.append(self)
+
+    monkeypatch.setattr(cluster, "PrivateCluster", Cluster)
+    monkeypatch.setattr(cluster, "_PRIVATE", [])
+    if failures == 2:
+        with pytest.raises(WorkerError, match="raylet died"):
+            cluster._start(1)
+    else:
+        cluster._start(1)
+        assert connected == cluster._PRIVATE != []
+    assert caplog.messages == ["warning: Ray did not start: its process raylet died; starting it once more"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "authentication",
     [{"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_TOKEN": "0123456789" * 4}],
@@ -53,6 +82,7 @@ def test_nothing_is_written_to_the_home_folder_whatever_the_authentication(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_raylet_that_dies_while_the_driver_connects_is_named(tmp_path):
     """Ray's native code ends the driver then, so the process that started Ray has to report it."""
     done = drive(LOSE_THE_RAYLET + CONNECT, tmp_path)

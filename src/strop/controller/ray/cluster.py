@@ -28,7 +28,7 @@ from strop.controller.ray.ray_private import (
     find_gcs_addresses,
     maybe_enable_token_auth_if_token_available,
 )
-from strop.errors import ConfigError, raised_as
+from strop.errors import ConfigError, WorkerError, raised_as
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,13 @@ def _start(processes: int) -> None:
     cores = os.cpu_count() or 1
     if processes > cores:
         logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
-    _PRIVATE.append(PrivateCluster(max(cores, processes)))
-    _PRIVATE[-1].connect()
+    try:
+        cluster = PrivateCluster(max(cores, processes))
+    except WorkerError as error:  # on a busy machine: a raylet whose agents are not there in 15 s ends itself
+        logger.warning("warning: %s; starting it once more", str(error).partition("\n")[0])
+        cluster = PrivateCluster(max(cores, processes))
+    _PRIVATE.append(cluster)
+    cluster.connect()
 
 
 def _join(address: str) -> None:
