@@ -117,7 +117,8 @@ class _Product:
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self._dtype = dtype
-        weight = torch.cat([layer.weight.detach().to(dtype) for layer in layers])
+        weights = [layer.weight.detach().to(dtype) for layer in layers]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # the output layer's may be large
         self._weight = blocked(weight, _ROWS_HINT)
         self._sizes = [layer.out_features for layer in layers]
         self._bias = None
