@@ -260,8 +260,7 @@ def fetch_tokenizer(
 
     ``weights=False``, of a check, leaves the weights of ``models`` on the hub, and random generators as they
     are; processes on Ray fetch their own.
-    Raises ``CheckpointError`` if the tokenizer is of an exported model and has changed since, ``ModelError``
-    for a local model whose weights are not whole.
+    Raises ``CheckpointError`` if the tokenizer is of an exported model and has changed since.
     """
     if weights:
         seed_global_generators(config.trainer.seed)
@@ -271,11 +270,7 @@ def fetch_tokenizer(
     if config.trainer.device == "cuda" and not runs_on_ray(config):
         pick_device("cuda")  # raises for a GPU that this process lacks
     cache_dir, weights = config.data.cache_dir, weights and not runs_on_ray(config)
-    models = [*models]
     require_from_hub(models=models, tokenizers=tokenizers, cache_dir=cache_dir, weights=weights)
-    for path in models:  # a check loads none
-        if fault := fault_of_weights(path):
-            raise ModelError(f"model {path}: {fault}")
     folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)
     # Workers compare the weights, of folders from which they load a model.
     files = {name: entry for name, entry in covering(folder).items() if not name.endswith(".safetensors")}
@@ -283,6 +278,13 @@ def fetch_tokenizer(
     tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     set_chat_template(tokenizer, config.data)
     return tokenizer
+
+
+def require_whole(models: Iterable[str]) -> None:
+    """Raise ``ModelError`` for a local model whose weights are not whole; see ``fault_of_weights``."""
+    for path in models:
+        if fault := fault_of_weights(path):
+            raise ModelError(f"model {path}: {fault}")
 
 
 def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
@@ -375,6 +377,7 @@ def build_trainer(
     attempt.raise_errors()
     try:
         _require_scorers(trainer)
+        require_whole(model_paths(config).values())  # last: what is wrong with the rest needs no weights
     except BaseException:  # whose traceback, which a notebook keeps, keeps the scoring processes alive
         trainer.shutdown()
         raise

@@ -37,7 +37,7 @@ from strop.rollout.agents import show_pictures
 from strop.rollout.base import MANY, SamplingParams
 from strop.rollout.in_flight import InFlight
 from strop.terminal import printable
-from strop.trainer.build import fetch_tokenizer
+from strop.trainer.build import fetch_tokenizer, require_whole
 from strop.workers.policy import ActorRolloutRefWorker
 
 logger = logging.getLogger(__name__)
@@ -202,6 +202,7 @@ def serving(
     logger.info("%s", rollout_in_words(config))
     paths = model_paths(config).values(), tokenizer_paths(config).values()
     tokenizer = fetch_tokenizer(config, model, models=paths[0], tokenizers=paths[1], weights=True)
+    require_whole(paths[0])
     logger.info("loading the model")
     worker = ActorRolloutRefWorker(config, Role.ActorRollout)
     if (texts := _texts_of(config, tokenizer, worker.model_options(model)["path"])) is not None:

@@ -47,6 +47,7 @@ from strop.trainer.build import (
     end_ids,
     fetch_tokenizer,
     require_checkpoint,
+    require_whole,
     warn_of_generation_config,
     worker_group_class,
 )
@@ -345,10 +346,12 @@ def build(
         check_teacher("teacher.model", config.teacher.model, tokenizer, config, size)
     for name in config.trainer.logger:
         resolve_tracker(name)
-    return trainer_cls(
+    trainer = trainer_cls(
         config,
         tokenizer,
         group_cls=worker_group_class(config),
         pool=ResourcePool(trainer_cls.role.name, pools_of(config)[GLOBAL_POOL]),
         rows=rows,
     )
+    require_whole(models.values())
+    return trainer
