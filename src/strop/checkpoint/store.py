@@ -104,7 +104,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 class AwaitedError(Exception):
-    """What a save waits for has failed, by the error that is the cause; the save has not."""
+    """A save has not failed, but something that it waits for, by the error that is the cause."""
 
 
 @contextlib.contextmanager
