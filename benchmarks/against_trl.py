@@ -1,12 +1,13 @@
 """Compare strop with TRL: one iteration of GRPO and of PPO, on the same model, prompts and lengths.
 
     python benchmarks/against_trl.py [--rounds 3] [--iterations 3] [--threads 2] [--models 5M 30M]
-        [--only grpo] [--out benchmarks/results/against_trl_DATE.md]
+        [--only grpo] [--root OTHER] [--out benchmarks/results/against_trl_DATE.md]
 
 Every run is a separate process, and the systems alternate. Figures are medians over rounds of each run's
 median over iterations, without the first iteration. Useful tokens are response tokens, including the end
-token; the benchmark fails if response lengths differ from the planned ones. ``side_by_side/`` has the
-settings of each system; ``make bench`` builds the environments of TRL.
+token; the benchmark fails if response lengths differ from the planned ones. With ``--root`` another checkout
+of strop takes the place of strop with vLLM, with the same packages. ``side_by_side/`` has the settings of
+each system; ``make bench`` builds the environments of TRL.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from side_by_side.record import PHASES
 from side_by_side.setting import WARM_UP, Setting
 from work import DTYPES, iteration_operations, peak
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+HERE = ROOT / "benchmarks"
 COLUMNS = (*PHASES, "rest", "iteration")
 
 
@@ -48,6 +50,8 @@ class System:
     """Overrides of fields of the setting."""
     options: tuple[str, ...] = ()
     """Overrides of the module's configuration, as ``key=value``."""
+    root: Path = ROOT
+    """The checkout of strop."""
 
 
 STROP = System("strop", Path(sys.executable), "strop_run")
@@ -81,7 +85,8 @@ def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
     ):
         limit = 128 if lengths == "uneven" else 64
         setting = Setting(model, "grpo", lengths, limit, precision, **shared)
-        found.append(Comparison(setting, (STROP, VLLM, GRPO), GRPO.name))
+        other = replace(STROP, name=f"strop {options.root.name}", root=options.root) if options.root else VLLM
+        found.append(Comparison(setting, (STROP, other, GRPO), GRPO.name))
     for model, more in itertools.product(options.models, ({}, {"kl_coef": 0.05}, {"n": 1})):
         setting = Setting(model, "ppo", "limit", 64, "float32", **more, **shared)
         sampler = [SAMPLER] if setting.kl_coef else []  # otherwise one optimizer step needs no old log-probs
@@ -93,12 +98,12 @@ def run(system: System, setting: Setting, threads: int, folder: Path) -> dict:
     """Run one process, check its response lengths and return its record."""
     setting = replace(setting, **system.changes)
     written, record = setting.write(folder / "setting.json"), folder / "record.json"
-    paths = [HERE] if system.module != STROP.module else [HERE, HERE.parent / "examples"]
+    parts = ("benchmarks", "examples", "src") if system.module == STROP.module else ("benchmarks",)
     process = subprocess.run(
         [system.python, "-m", f"side_by_side.{system.module}", written, record, *system.options],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join(str(system.root / part) for part in parts),
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -206,6 +211,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--models", nargs="+", default=["5M", "30M"])
     parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--root", type=lambda path: Path(path).resolve(), help="another checkout of strop")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
