@@ -136,7 +136,7 @@ def test_branches_do_not_depend_on_the_order_in_which_requests_arrive():
             node.is_stopped = True
             session.n_sampled += 2
             session.answer(node)
-        rows.append((session.prompt_ids, session.row()))
+        rows.append((session.prompt.ids, session.row()))
     assert rows[0] == rows[1] == rows[2]
 
 

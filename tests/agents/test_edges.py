@@ -98,7 +98,7 @@ def test_of_first_contexts_at_once_the_longest_that_fits_is_the_prompt_whichever
             with contextlib.nullcontext() if number < 2 else pytest.raises(Refusal, match="exceeded"):
                 nodes[number] = session.submit(read_request(bodies[number]))
         answer(session, "A", *nodes.values())
-        assert session.prompt_ids == nodes[0].context
+        assert session.prompt.ids == nodes[0].context
         assert len(session.row().ids) == len(nodes[1].context) + 4
 
 

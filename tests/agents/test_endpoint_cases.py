@@ -73,7 +73,7 @@ def texts(session: Session) -> list[str]:
         path = [place]
         while row.follows[path[-1]] >= 0:
             path.append(row.follows[path[-1]])
-        head = session.prompt_ids if row.follows[path[-1]] == PROMPT else []
+        head = session.prompt.ids if row.follows[path[-1]] == PROMPT else []
         found.append(tokenizer.decode([*head, *(row.ids[one] for one in reversed(path))]))
     return found
 
@@ -373,8 +373,8 @@ def _(given, right):
         more = {"max_tokens": one["max_tokens"]} if "max_tokens" in one else {}
         call(session, one["policy"], one["messages"], **more)
     row, sequence = session.row(), right["sequence"]
-    assert [*session.prompt_ids, *row.ids] == sequence["ids"]
-    assert [0] * len(session.prompt_ids) + [*map(int, row.sampled)] == sequence["mask"]
+    assert [*session.prompt.ids, *row.ids] == sequence["ids"]
+    assert [0] * len(session.prompt.ids) + [*map(int, row.sampled)] == sequence["mask"]
     assert [node.is_stopped for node in session.nodes] == [False, True]
 
 

@@ -250,11 +250,6 @@ class Session:
             f"data.max_prompt_length={self._widest} needs none of them)",
         )
 
-    @property
-    def prompt_ids(self) -> list[int] | None:
-        """The ids of the row's prompt."""
-        return None if self.prompt is None else self.prompt.ids
-
     def _seed_of(self, request: ChatRequest, context: Shown, number: int) -> int | None:
         """Return the seed of an answer: a function of the sample's seed and of the context alone."""
         if self._seed is None:

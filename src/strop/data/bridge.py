@@ -75,7 +75,7 @@ class Bridge:
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which an environment's "
                 "answers need: use an instruction-tuned model's tokenizer, or set data.chat_template"
             )
-        self._tokenizer, self._control, self._how = tokenizer, control_tokens(tokenizer), how
+        self._tokenizer, self._control = tokenizer, control_tokens(tokenizer)
         self._pictures = pictures
         own: dict[str, Any] = {"tools": list(tools)} if tools else {}
         self._options: dict[str, Any] = {**how.apply_chat_template_kwargs, **own}

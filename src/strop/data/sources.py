@@ -123,15 +123,13 @@ def read_records(path: Path, texts: Collection[str] = ()) -> Iterator[dict[str, 
             first_row += len(batch)
 
 
-def iterate(
-    name: str, texts: Collection[str] = (), cache_dir: str | Path | None = None
-) -> Iterator[dict[str, Any]]:
+def iterate(name: str, texts: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the rows of a source that ``read_table`` reads, those of a file as ``read_records`` does."""
-    found = None if is_rows(name) else find(name, cache_dir)
+    found = None if is_rows(name) else find(name)
     if isinstance(found, Path) and found.is_file():
         yield from read_records(found, texts)
         return
-    table = read_table(name, cache_dir=cache_dir)
+    table = read_table(name)
     for start in range(0, len(table), CHUNK_ROWS):
         yield from to_rows(table.slice(start, CHUNK_ROWS))
 

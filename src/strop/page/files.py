@@ -40,7 +40,7 @@ from strop.tracking.samples import (
     steps_with_file,
     unpack_texts,
 )
-from strop.tracking.text import VALIDATION_PREFIX, names_in_order, shown_names
+from strop.tracking.text import names_in_order, shown_names
 from strop.tracking.thumbnails import PICTURES
 
 KINDS = ("rollouts", "validation")
@@ -101,7 +101,6 @@ class RunFiles:
     def summary(self) -> dict[str, Any]:
         """Return the run's name, the panels of its curves and the steps that have samples."""
         steps = self.steps_logged()
-        names = names_in_order(steps)
         return {
             "name": self.folder.name,
             "folder": str(self.folder),
@@ -117,9 +116,8 @@ class RunFiles:
                     "curves": list(panel.curves.items()),
                     "limits": panel.limits,
                 }
-                for panel in drawn_panels(names)
+                for panel in drawn_panels(names_in_order(steps))
             ],
-            "validates": any(name.startswith(VALIDATION_PREFIX) for name in names),
             "steps": {kind: self.steps(kind) for kind in KINDS},
         }
 

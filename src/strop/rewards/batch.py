@@ -224,10 +224,6 @@ class PendingSamples(PendingReward):
     def is_done(self) -> bool:
         return self._job.is_done()
 
-    def outcomes(self) -> list[Outcome | None]:
-        """Wait for the outcomes of the functions alone; None for a row that no function scores."""
-        return self._job.outcomes()
-
     def get(self, model_scores: Tensor | None = None) -> RewardOutput:
         """Wait for the rewards; ``model_scores`` [B] are the reward model's. Raises as the manager does."""
         outcomes = self._job.outcomes()

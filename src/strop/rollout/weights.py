@@ -7,7 +7,7 @@ add up to that of the whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -102,10 +102,6 @@ class WeightLedger:
         """True after a complete update."""
         self.open = False
         """True during an update."""
-
-    @property
-    def names(self) -> Set[str]:
-        return self._shapes.keys()
 
     def begin(self) -> None:
         """Begin an update: expect every weight."""

@@ -68,7 +68,7 @@ def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> 
     return _LIVE[pool]
 
 
-def end_all(failure: WorkerError | None = None) -> None:
+def end_all(failure: WorkerError) -> None:
     """Kill the processes of all pools and release their places: a run cannot continue without a rank."""
     for processes in list(_LIVE.values()):
         processes.kill(failure)
