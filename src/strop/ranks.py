@@ -34,14 +34,19 @@ def largest(number: _Number, device: torch.device) -> _Number:
     return type(number)(numbers)
 
 
-def total(figures: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the sum of every figure over all ranks; all have the same names. Collective."""
+def total(
+    figures: dict[str, float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Return the sum of every figure over the ranks of ``group`` (None: all). Collective.
+
+    All have figures of the same names.
+    """
     if not several():
         return figures
     # one order on all ranks: the sum is by position
     names = sorted(figures)
     sums = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=group)
     return dict(zip(names, sums.tolist(), strict=True))
 
 

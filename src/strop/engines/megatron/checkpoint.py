@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from strop.engines.megatron.optimizer import MOMENTS, Optimizer
-from strop.engines.megatron.weights import Weights, as_chunk, local
+from strop.engines.megatron.weights import Weights, as_chunk
 from strop.engines.torch import state
+from strop.engines.torch.sharding import part
 
 _MODEL, _OPTIMIZER = "model.hugging_face_model.", "optimizer.hugging_face_model."
 
@@ -72,10 +73,10 @@ class Checkpoints:
             state.read(chunks, folder)
             moments = {kind: torch.zeros(parameter.shape) for kind in kinds}
             for place in group:
-                weight = local(chunks[_MODEL + place.name])
+                weight = part(chunks[_MODEL + place.name])
                 place.write(weight.to(parameter.device), parameter.detach())
                 for kind, values in moments.items():
-                    place.write(local(chunks[f"{_OPTIMIZER}{place.name}.{kind}"]), values)
+                    place.write(part(chunks[f"{_OPTIMIZER}{place.name}.{kind}"]), values)
             if self._optimizer is not None:
                 self._optimizer.set_moments(parameter, moments)
         if self._optimizer is not None:

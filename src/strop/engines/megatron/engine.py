@@ -28,7 +28,7 @@ from strop.engines.megatron.checkpoint import Checkpoints
 from strop.engines.megatron.convert import places
 from strop.engines.megatron.experts import ExpertLayer
 from strop.engines.megatron.optimizer import Optimizer
-from strop.engines.megatron.parallel import data_parallel_sum, from_last_stage, open_groups
+from strop.engines.megatron.parallel import from_last_stage, open_groups
 from strop.engines.megatron.roles import StagedPolicy, VocabularyShard, staged
 from strop.engines.megatron.settings import ParallelSettings
 from strop.engines.megatron.weights import Weights, weights_on_demand
@@ -311,13 +311,15 @@ class MegatronEngine:
 
         batches = [columns_of(batch, rows, self.device) for rows in self._split(batch, micro)]
         routers, balance = self.module.routers, None
+        copies = parallel_state.get_data_parallel_group()
         if routers is not None:
             sequences = float(learning_rows(self.module.sequences(batch.batch)).sum())
-            balance = routers.begin(data_parallel_sum({"n": sequences}, self.device)["n"], self.device)
+            n_sequences = ranks.total({"n": sequences}, self.device, copies)["n"]
+            balance = routers.begin(n_sequences, self.device)
         self._balance(balance)
         found = self._pass(batches, metrics_of, backward=True)
         totals = {name: sum(float(metrics[name].double()) for metrics in found) for name in found[0]}
-        totals = data_parallel_sum(totals, self.device)
+        totals = ranks.total(totals, self.device, copies)
         if routers is not None and balance is not None:
             self._balance(None)
             totals |= routers.end()

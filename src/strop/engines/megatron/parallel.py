@@ -64,12 +64,3 @@ def from_last_stage(value: Any) -> Any:
     group = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return box[0]
-
-
-def data_parallel_sum(figures: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the sum of every figure over the copies of the model. Collective."""
-    group = parallel_state.get_data_parallel_group()
-    names = sorted(figures)
-    sums = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(sums, group=group)
-    return {name: float(figure) for name, figure in zip(names, sums, strict=True)}

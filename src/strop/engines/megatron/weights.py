@@ -95,11 +95,6 @@ def as_chunk(place: Place, chunk: Tensor) -> Tensor:
     )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of what ``as_chunk`` returned."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @contextmanager
 def weights_on_demand(model: PreTrainedModel, source: WeightSource) -> Generator[None]:
     """Let a model on the meta device compute: each module's weights are read for its call alone."""
