@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from strop.data.control_tokens import PromptError, control_tokens, is_escaped
-from strop.data.pictures.parts import Expansion, as_parts, is_place, parts_problem, text_of, with_places
+from strop.data.pictures.parts import (
+    Expansion,
+    as_parts,
+    is_of_texts,
+    is_place,
+    parts_problem,
+    text_of,
+    with_places,
+)
 from strop.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -183,7 +191,7 @@ def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     chat = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in chat:
         content = message.setdefault("content", "")  # templates add it to other texts
-        if isinstance(content, list) and not parts_problem(content) and not any(map(is_place, content)):
+        if is_of_texts(content):
             message["content"] = text_of(content)
     return _with_arguments(chat, _as_mapping)
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.data.pictures.parts import is_place, parts_problem, picture_in, text_of
+from strop.data.pictures.parts import is_of_texts, is_place, picture_in, text_of
 from strop.errors import ConfigError, traceback_of
 from strop.rewards.arguments import TURN_NAMES, Function, PlayedTurn, conversation_of
 from strop.rewards.scorer import LARGEST
@@ -366,13 +366,9 @@ def as_messages(value: Any) -> list[dict[str, Any]] | None:
     ):
         raise TypeError(f"respond returned {value!r:.80}: expected a text, a message, messages or None")
     contents = [message["content"] for message in messages]
-    contents = [text_of(one) if _is_of_texts(one) else as_content(one) for one in contents]
+    contents = [text_of(one) if is_of_texts(one) else as_content(one) for one in contents]
     pairs = zip(messages, contents, strict=True)
     return [{"role": str(message["role"]), "content": content} for message, content in pairs]
-
-
-def _is_of_texts(content: Any) -> bool:
-    return isinstance(content, list) and not parts_problem(content) and not any(map(is_place, content))
 
 
 def in_one_line(error: BaseException) -> str:

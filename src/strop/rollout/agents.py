@@ -31,7 +31,7 @@ from strop.environments.pool import row_of
 from strop.errors import CheckpointError
 from strop.listening import Address
 from strop.protocol import DataProto, padded_on_the_left
-from strop.rollout.base import Advanced, Finished, RolloutSpec, SamplingParams, seeds_of
+from strop.rollout.base import LOOK_S, Advanced, Finished, RolloutSpec, SamplingParams, seeds_of, tokens_only
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.queued import Wave
 from strop.rollout.session_rows import columns_of, images_of
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 _STARTS = 3
 """Starts of a program whose process ends, at least: the last ones are without others in it."""
-_LOOK_S = 0.25
 _RETRY_S = 10.0
 """Seconds in which the official clients send a request again, at most 8 s after they gave up."""
 _GATHER_S = 0.002
@@ -222,7 +221,7 @@ class AgentRollout:
         oldest, plays = batches[0], [play for batch in batches for play in batch.plays]
         reported = sum(play.state == "ended" for play in oldest.plays)
         self.advanced(reported, 0)
-        self._engine.advanced = lambda done, tokens: self.advanced(0, tokens)
+        self._engine.advanced = tokens_only(self.advanced)
         self._engine.stopping = self.stopping
         with self._engine.waves(oldest.params) as wave:
             self._play(batches, plays, version, wave, reported)
@@ -247,7 +246,7 @@ class AgentRollout:
     def _is_ready(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
         """Wait until a wave can begin or all of ``oldest`` have ended; return False to look again."""
         with self._changed:
-            return self._look(oldest, plays) or (self._changed.wait(_LOOK_S) and False)
+            return self._look(oldest, plays) or (self._changed.wait(LOOK_S) and False)
 
     def _look(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
         """Start programs and end late ones; return True if a wave can begin, or all of ``oldest`` ended."""

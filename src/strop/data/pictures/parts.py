@@ -68,6 +68,11 @@ def parts_problem(content: Sequence[Any]) -> str | None:
     return None
 
 
+def is_of_texts(content: Any) -> bool:
+    """Return True for a list of parts that are all texts."""
+    return isinstance(content, list) and not parts_problem(content) and not any(map(is_place, content))
+
+
 def places(messages: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of messages that stand for pictures."""
     for message in messages:
