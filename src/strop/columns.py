@@ -174,9 +174,3 @@ another, and sampler and trainer differ by about 1e-3, so they keep 16 (7.6e-6).
 """
 SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in TOKEN_COLUMNS}
 """Column of a samples file -> its description."""
-
-
-def described(name: str, columns: dict[str, Column] = COLUMNS) -> Column | None:
-    """Return the description of a column, None for a name that ``columns`` does not list."""
-    prefix, has_part, _ = name.partition("/")
-    return columns.get(f"{prefix}/<part>" if has_part else name)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from strop.algorithms import advantages, policy_loss
-from strop.algorithms.advantages import ESTIMATORS, estimate, get_estimator, needs, register_estimator
+from strop.algorithms.advantages import ESTIMATORS, estimate, get_estimator, register_estimator
 from strop.algorithms.policy_loss import POLICY_LOSSES, extra_inputs, get_policy_loss, register_policy_loss
-from strop.algorithms.registry import call
+from strop.algorithms.registry import call, required_parameters
 from strop.errors import ConfigError
 
 from messages import naming
@@ -55,7 +55,7 @@ def own_module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("separator", [":", "."])
 def test_a_users_own_function_is_found_by_its_import_path(own_module, separator):
     estimator = get_estimator(f"{own_module}{separator}centred")
-    assert needs(estimator) == {"rewards", "response_mask"}
+    assert required_parameters(estimator) == {"rewards", "response_mask"}
     rewards = torch.tensor([[1.0, 3.0]])
     result, _ = estimate(estimator, rewards=rewards, response_mask=torch.ones(1, 2), gamma=1.0, values=None)
     assert result.tolist() == [[-2.0, 2.0]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from strop.algorithms.preference import REFERENCE_INPUTS
-from strop.columns import COLUMNS, SAMPLE_COLUMNS, Column, described
+from strop.columns import COLUMNS, SAMPLE_COLUMNS, Column
 from strop.data.answers import pair_batch
 from strop.data.loader import collate
 from strop.data.rl_dataset import RLHFDataset
@@ -118,12 +118,17 @@ def _type(kind: pa.DataType) -> str:
     return {"float": "float32"}.get(name, name) + ("*" if pa.types.is_list(kind) else "")
 
 
+def described(name: str, columns: dict[str, Column]) -> Column | None:
+    prefix, has_part, _ = name.partition("/")
+    return columns.get(f"{prefix}/<part>" if has_part else name)
+
+
 def test_every_column_of_a_batch_is_listed_with_its_shape_and_dtype(seen):
     wrong = {
         name: (column, kinds)
         for name, kinds in seen[0].items()
         if name not in OF_THE_DATA_FILE
-        and ((column := described(name)) is None or kinds != {(len(column.shape), column.dtype)})
+        and ((column := described(name, COLUMNS)) is None or kinds != {(len(column.shape), column.dtype)})
     }
     assert wrong == {}
 

@@ -31,14 +31,7 @@ import torch
 
 from strop.algorithms import aggregation
 from strop.algorithms.aggregation import masked_sum, zero_masked
-from strop.algorithms.registry import (
-    call,
-    name_of,
-    register,
-    require_parameters,
-    required_parameters,
-    resolve,
-)
+from strop.algorithms.registry import call, name_of, register, require_parameters, resolve
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,11 +113,6 @@ def get_estimator(name_or_import_path: str) -> Estimator:
     estimator = resolve(name_or_import_path, ESTIMATORS, key="algorithm.adv_estimator")
     require_parameters(estimator, AVAILABLE, key=f"algorithm.adv_estimator={name_or_import_path!r}")
     return estimator
-
-
-def needs(estimator: Estimator) -> frozenset[str]:
-    """Return the names of the parameters that the estimator requires."""
-    return required_parameters(estimator)
 
 
 def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -> tuple[Tensor, Tensor]:

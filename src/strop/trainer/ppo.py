@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from strop.algorithms.advantages import estimate_columns, get_estimator, needs
+from strop.algorithms.advantages import estimate_columns, get_estimator
 from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
+from strop.algorithms.registry import required_parameters
 from strop.config.roles import (
     has_kl_in_reward,
     has_reward,
@@ -124,7 +125,7 @@ class Generation(NamedTuple):
 
 def loss_inputs(config: Config) -> list[str]:
     """Return the further columns that the objective takes; ``ConfigError`` if this run lacks one."""
-    has_critic = "values" in needs(get_estimator(config.algorithm.adv_estimator))
+    has_critic = "values" in required_parameters(get_estimator(config.algorithm.adv_estimator))
     actor = config.actor_rollout_ref.actor
     computed = {
         "values": has_critic,
@@ -176,7 +177,7 @@ class PPO:
         limits = config.reward_model
         self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         self.estimator = get_estimator(config.algorithm.adv_estimator)
-        self._estimator_needs = needs(self.estimator)
+        self._estimator_needs = required_parameters(self.estimator)
         self._loss_inputs = loss_inputs(config)
         control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from strop.agents.program import Program
-from strop.algorithms.advantages import get_estimator, needs
+from strop.algorithms.advantages import get_estimator
+from strop.algorithms.registry import required_parameters
 from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.record import RECORD, changed_samples
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
@@ -271,7 +272,7 @@ class RayPPOTrainer(VerlNames):
         has_reference = Role.ActorRolloutRef in needed or reference_is_the_actor(config)
         if uses_reference(config) and not has_reference:
             needed[Role.RefPolicy] = "the KL to the reference model"
-        if not config.trainer.val_only and "values" in needs(get_estimator(estimator)):
+        if not config.trainer.val_only and "values" in required_parameters(get_estimator(estimator)):
             needed[Role.Critic] = f"algorithm.adv_estimator={estimator}"
         if config.reward_model.enable and (not config.trainer.val_only or self.validates_by_model):
             needed[Role.RewardModel] = "reward_model.enable=True"
