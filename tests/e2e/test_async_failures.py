@@ -21,6 +21,7 @@ from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
 from strop.rewards.worker.pool import RewardProcess
+from strop.trainer.pipeline import BatchAhead
 from strop.trainer.ppo import PPO
 
 import forked
@@ -75,7 +76,7 @@ def train_interrupted(options: list[str], waits_for: str) -> None:
     ``waits_for``: ``samples`` or ``scores``. They come when the checkpoint has begun to wait after Ctrl-C.
     """
     ending = threading.Event()
-    end, finish, learn = Checkpoints._end_after_interrupt, PPO.finish, PPO.learn
+    end, samples_of, learn = Checkpoints._end_after_interrupt, BatchAhead.samples, PPO.learn
     generate, evaluate = ActorRolloutRefWorker.generate_sequences, RewardProcess.evaluate_all
     scored = iter(range(1, 100))
 
@@ -87,9 +88,9 @@ def train_interrupted(options: list[str], waits_for: str) -> None:
         ending.set()
         end(self)
 
-    def finished(self: PPO, generation: Any, **options: Any) -> Any:
-        interrupt(generation.batch, "samples")
-        return finish(self, generation, **options)
+    def awaited(self: BatchAhead, *args: Any, **options: Any) -> Any:
+        interrupt(self.number, "samples")
+        return samples_of(self, *args, **options)
 
     def learned(self: PPO, samples: Any, iteration: int) -> Any:
         interrupt(iteration, "scores")
@@ -110,7 +111,7 @@ def train_interrupted(options: list[str], waits_for: str) -> None:
             if held:
                 ending.wait(60)
 
-    Checkpoints._end_after_interrupt, PPO.finish, PPO.learn = ended, finished, learned
+    Checkpoints._end_after_interrupt, BatchAhead.samples, PPO.learn = ended, awaited, learned
     ActorRolloutRefWorker.generate_sequences, RewardProcess.evaluate_all = generated, evaluated
     with undrawn():
         sys.exit(main(["train", *options]))

@@ -103,8 +103,6 @@ def require_samples(batch: DataProto) -> None:
 class Generation(NamedTuple):
     """A batch of samples that is being generated."""
 
-    batch: int
-    """Number of the batch, from 1."""
     loading: list[Future]
     """Calls that load the weights."""
     sampled: _Sampling
@@ -224,14 +222,14 @@ class PPO:
                 # one response each, of which the seed is not used
                 request = self._request(prompts, seeds_PN[:, :1], "greedy", number)
                 greedy = self._start(request, batch, timer, self._phases[1])
-        return Generation(batch, loading, sampled, greedy, timer)
+        return Generation(loading, sampled, greedy, timer)
 
     def finish(self, generation: Generation, *, timer: PhaseTimer | None = None) -> Samples:
         """Wait for what ``start`` began; ``timer`` gets the time, None: the batch's own.
 
         After an interrupt it may be called again: a checkpoint may need the samples.
         """
-        _, loading, sampled, greedy, own = generation
+        loading, sampled, greedy, own = generation
         timer = own if timer is None else timer
         with timer.phase(self._phases[0]):
             for call in loading:
