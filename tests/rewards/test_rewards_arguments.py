@@ -458,7 +458,7 @@ def test_modules_beside_the_file_are_found_also_in_its_process(tmp_path: Path, r
         )
         function = load_custom_reward(str(folder / "reward.py"))
         assert function(response="") == number
-        with RewardProcess(function) as process:
+        with contextlib.closing(RewardProcess(function)) as process:
             assert process.evaluate(Sample("d", "")).score == number
 
 

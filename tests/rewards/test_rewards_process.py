@@ -34,7 +34,7 @@ STRAY = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session
 
 @pytest.fixture
 def process(running: Running, run_response: Callable[..., Any]) -> Iterator[RewardProcess]:
-    with RewardProcess(run_response, timeout_s=30.0) as process:
+    with contextlib.closing(RewardProcess(run_response, timeout_s=30.0)) as process:
         yield process
 
 
@@ -311,12 +311,12 @@ IN_C = "import ctypes\nctypes.memset(ctypes.CDLL(None).malloc(200_000_000), 0, 1
 def test_a_scorer_beyond_the_limit_of_memory_costs_its_sample(
     running: Running, run_response: Callable[..., Any], code: str
 ):
-    with RewardProcess(run_response, timeout_s=30.0, memory_limit_mb=100) as process:
+    with contextlib.closing(RewardProcess(run_response, timeout_s=30.0, memory_limit_mb=100)) as process:
         feed = Feed.of([Sample("d", text) for text in ("result = 1.0", code, "result = 2.0")])
         before, beyond, after = process.evaluate_all(feed)
         assert (before.score, beyond.status, after.score) == (1.0, "crashed", 2.0)
         assert mentions(beyond.error, "reward_model.memory_limit_mb=100")
-    with RewardProcess(run_response, timeout_s=30.0) as process:
+    with contextlib.closing(RewardProcess(run_response, timeout_s=30.0)) as process:
         if code != IN_C:
             assert run(process, code).status == "scored"
 
@@ -326,7 +326,7 @@ def test_address_space_that_is_not_used_counts_for_nothing(
 ):
     """Libraries like torch map far more than they use."""
     code = "import mmap\nresult = float(len(mmap.mmap(-1, 1 << 33, mmap.MAP_PRIVATE, mmap.PROT_READ)))"
-    with RewardProcess(run_response, timeout_s=30.0, memory_limit_mb=100) as process:
+    with contextlib.closing(RewardProcess(run_response, timeout_s=30.0, memory_limit_mb=100)) as process:
         assert run(process, code).status == "scored"
 
 
@@ -482,14 +482,14 @@ def test_a_process_that_is_killed_as_it_starts_is_started_again(tmp_path: Path, 
         f"if os.path.getsize({str(tmp_path / 'starts')!r}) < 3:\n    os.kill(os.getpid(), 9)\n"
         "def compute_score(**sample):\n    return 2.0\n"
     )
-    with RewardProcess(reward) as process:
+    with contextlib.closing(RewardProcess(reward)) as process:
         assert process.evaluate(Sample("d", "")).score == 2.0
 
 
 def test_a_custom_file_is_run_from_its_path(tmp_path: Path, running: Running):
     path = tmp_path / "reward.py"
     path.write_text("import os\ndef compute_score(**sample):\n    return {'score': 1, 'id': os.getpid()}\n")
-    with RewardProcess(load_custom_reward(str(path))) as process:
+    with contextlib.closing(RewardProcess(load_custom_reward(str(path)))) as process:
         assert process.evaluate(Sample("d", "")).parts["id"] not in (0, os.getpid())
 
 
@@ -554,7 +554,7 @@ def test_imports_of_a_scorer_happen_before_the_deadline_of_the_first_sample(runn
     def look(scorer: BuiltInScorer = scorer, **sample: Any) -> float:
         return float("sympy" in sys.modules)
 
-    with RewardProcess(look) as process:
+    with contextlib.closing(RewardProcess(look)) as process:
         assert process.evaluate(Sample("d", "")).score == 1.0
 
 

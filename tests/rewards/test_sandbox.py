@@ -324,11 +324,13 @@ for _ in range(2):
     run_stdin_tests("import os\\nos.fork()\\nos.kill(-1, 9)", [""], ["5"], limits=long)
 """
 _CUT_OFF = """\
+from contextlib import closing
 from strop.rewards.worker.pool import RewardProcess
 from strop.rewards.arguments import Sample
 from strop.rewards.router import Router
 truth = {"kind": "assert", "tests": ["f()"]}
-with RewardProcess(Router({"openai/openai_humaneval": {"timeout_s": 99.0}}), timeout_s=1.0) as process:
+router = Router({"openai/openai_humaneval": {"timeout_s": 99.0}})
+with closing(RewardProcess(router, timeout_s=1.0)) as process:
     sample = Sample("openai/openai_humaneval", "while True: pass", truth)
     assert process.evaluate(sample).status == "timeout"
 """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -147,7 +148,9 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
     sample = Sample("openai/openai_humaneval", "while True: pass", json.dumps(DOUBLE))
     handles: list[int] = []
     before = children()
-    with RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=4.0) as process:
+    with contextlib.closing(
+        RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=4.0)
+    ) as process:
         process.start()
         (scoring,) = children() - before
 

@@ -126,12 +126,6 @@ class RewardProcess:
         self._function = for_process(self.scorer, names, "it, or load them inside the function")
         self._child: Child | None = None
 
-    def __enter__(self) -> RewardProcess:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def start(self) -> Child:
         """Start the process unless it runs, and return it.
 
