@@ -147,7 +147,7 @@ def rollout_of(model: PreTrainedModel, environment: type, turns: int) -> hf.HFRo
         environments = load_environments(section)
     assert environments is not None
     form = TurnFormat(config, environments, build_tokenizer(), [END])
-    episodes = Timed(environments, section, form, EnvironmentPool.of(environments, section))
+    episodes = Timed(environments, section, form, EnvironmentPool(environments, section))
     return hf.HFRollout(model, pad_token_id=0, eos_token_ids=[END], episodes=episodes)
 
 
