@@ -12,6 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from strop.config.batch_plan import longest_scored_row
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.checks.learning import trained_models
 from strop.config.keys import all_keys, longest_row, value_at
 from strop.config.machine import machine_memory
 from strop.config.memory.facts import read_model_facts
@@ -29,9 +30,8 @@ from strop.config.paths import (
     similar_path,
     with_split,
 )
-from strop.config.roles import model_paths, supervised_model_paths, uses_critic
+from strop.config.roles import model_paths, supervised_model_paths
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.trainer import KEPT_BY_TIME
 from strop.passed import is_function
@@ -230,12 +230,8 @@ def _room(config: RootConfig, folder: str) -> Iterator[Finding]:
     by_number, by_time = settings.save_freq > 0, settings.save_minutes is not None
     if settings.val_only or not (by_number or by_time):
         return
-    models: list[ModelConfig] = []
-    if isinstance(config, Config):
-        models += [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]
-    elif isinstance(config, SupervisedConfig):
-        models.append(config.model)
-    facts = [read_model_facts(model.path) for model in models if not model.has_adapters]
+    models = [one.model for one in trained_models(config) if not one.model.has_adapters]
+    facts = [read_model_facts(model.path) for model in models]
     size = _SAVED_BYTES * sum(found.parameters or 0 for found in facts if found is not None)
     free, count, why = shutil.disk_usage(folder).free, KEPT_BY_TIME + 1, "trainer.save_minutes"
     if by_number:

@@ -96,8 +96,7 @@ def _kinds(config: RootConfig) -> dict[str, Kind]:
     """Return the back-ends of a run by the key and the value that name them."""
     if isinstance(config, SupervisedConfig):
         return {f"update.strategy={config.update.strategy}": ENGINES[config.update.strategy]}
-    if not isinstance(config, Config):
-        return {}
+    assert isinstance(config, Config)
     strategy, rollout = config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.rollout.name
     return {
         f"actor_rollout_ref.actor.strategy={strategy}": ENGINES[strategy],
