@@ -217,6 +217,7 @@ def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
     assert data.val_files == [str(given.rows[0])]
 
 
+@pytest.mark.fast("more0-grpo-8-0", "more2-gae-1-0", "more7-gae-1-0")
 @pytest.mark.parametrize(
     ("more", "estimator", "n", "critic_warmup"),
     [
@@ -339,6 +340,7 @@ class Awaited:
     async def __call__(self, step, metrics): ...
 
 
+@pytest.mark.fast("5-of \\\\(step, metrics\\\\), found 5")
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -368,6 +370,7 @@ def test_a_finished_run_is_no_answer_to_another_learning_rate(model, tmp_path):
         assert call(lr=1e-3, **{"trainer.test_freq": 7}).read_metrics() == first
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_a_batch_is_freed_when_its_iteration_has_ended(model, tmp_path, async_steps):
     """Without the search for cycles, which comes late: on Ray a batch keeps its objects in the store."""

@@ -162,6 +162,7 @@ def test_a_client_that_leaves_a_stream_logs_no_error(monkeypatch, caplog):
     assert [record for record in caplog.records if "handling request" in record.getMessage()] == []
 
 
+@pytest.mark.slow
 def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():
     with agents(_asks, lambda context, seed: "long", max_tokens=3) as played:
         result = played.play()
@@ -429,6 +430,7 @@ def test_the_endpoint_is_reached_without_a_proxy_at_any_address(monkeypatch):
         assert _ended(played.play()) == ["stop"]
 
 
+@pytest.mark.slow
 def test_a_port_is_free_once_its_rollout_is_closed():
     with agents(_asks) as played:
         rollout, port = played.rollout, played.rollout._address.port

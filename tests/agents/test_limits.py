@@ -218,6 +218,7 @@ def _kills_its_process(base_url, number):
     return "ok"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_costs_the_session_that_ends_it_alone():
     with agents(_kills_its_process, prompts=4) as played:
         result = played.play()
@@ -238,6 +239,7 @@ def _ends_its_process(base_url, number):
     return "ok"
 
 
+@pytest.mark.slow
 def test_the_sessions_beside_one_that_ends_its_process_do_not_run_one_by_one():
     with agents(_ends_its_process, prompts=32) as played:
         batch = played.rollout._begun(played.batch(), played.params)
@@ -269,6 +271,7 @@ def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch):
     assert "blocked its event loop" in _error(result, 1)
 
 
+@pytest.mark.slow
 def test_a_program_that_starts_beside_one_that_was_ended_and_blocks_is_started_again(monkeypatch):
     monkeypatch.setattr(program, "_SILENT_S", 3.0)  # more than the time after which the program is ended
     with agents(_blocks_its_loop, prompts=3, timeout=1, concurrency=1) as played:
@@ -302,6 +305,7 @@ async def _waits_without_await(base_url, number):
     return "ok"
 
 
+@pytest.mark.slow
 def test_coroutines_that_wait_for_answers_without_await_run_one_by_one(monkeypatch, caplog):
     monkeypatch.setattr(program, "_SILENT_S", 1.5)
     with agents(_waits_without_await, prompts=3) as played:
@@ -418,6 +422,7 @@ def test_programs_that_cannot_be_loaded_are_errors_before_a_model_is(tmp_path):
         load_program(section)
 
 
+@pytest.mark.slow
 def test_recorded_answers_are_given_again_after_a_resume_and_the_rest_is_sampled():
     options: dict[str, Any] = {"prompts": 2, "max_calls": 3}
 
@@ -536,6 +541,7 @@ def _names_its_process(base_url):
     return str(os.getpid())
 
 
+@pytest.mark.slow
 def test_batches_share_a_process_also_if_it_has_waited():
     with agents(_names_its_process) as played:
         first = json.loads(played.play().non_tensor_batch["conversation"][0])["response"]

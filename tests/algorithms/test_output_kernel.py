@@ -210,6 +210,7 @@ def check(case: Case, found: list[Tensor | None]) -> None:
         assert distance(ours, truth) <= bound, (number, distance(ours, truth))
 
 
+@pytest.mark.fast("vocabulary of Qwen2.5")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_float64(found, name):
     check(CASES[name], found[name])

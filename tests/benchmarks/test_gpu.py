@@ -107,6 +107,7 @@ def test_a_comparison_that_fails_is_wrong_and_the_others_are_made(monkeypatch):
     assert all("bfloat16" in name and "RuntimeError: no kernel" in name for name in wrong)
 
 
+@pytest.mark.slow
 def test_an_error_in_any_comparison_is_a_line_and_what_came_before_is_on_disk(monkeypatch, tmp_path):
     page, before = tmp_path / "gpu.md", []
 

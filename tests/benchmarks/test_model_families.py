@@ -27,6 +27,7 @@ REPRESENTATIVE = {
 }
 
 
+@pytest.mark.fast("llama", "falcon, alibi", "xlnet")
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_a_family_is_exact_or_refused_with_the_reason(family):
     (found,) = model_families.run([family])

@@ -60,6 +60,7 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_lines(pair):
     assert "rank 1 warns" in message
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_idle_is_named_although_another_pool_is_busy(pair):
     actor, _, pids = pair
     call = actor.sleep.start(0)
@@ -69,6 +70,7 @@ def test_a_worker_that_is_killed_while_idle_is_named_although_another_pool_is_bu
     assert "printed nothing" in message
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_between_two_calls_is_named_by_the_next(pair):
     actor, _, pids = pair
     os.kill(pids[0], signal.SIGKILL)
@@ -100,6 +102,7 @@ def test_a_group_that_was_shut_down_is_named():
     assert mentions(_failure(group.add, 1), "'main'")
 
 
+@pytest.mark.fast("sleep")
 @pytest.mark.parametrize("fault", ["sleep", "hold_the_interpreter"])
 def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(monkeypatch, fault):
     monkeypatch.setattr("strop.controller.ray.processes._STACKS_S", 3.0)
@@ -119,6 +122,7 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(monkeypatch, fault):
     _require_gone(pids)
 
 
+@pytest.mark.slow
 def test_the_stacks_of_a_hang_are_those_of_all_pools():
     main, other = pools(main=[1], other=[1])
     actor, critic = ray_group(main, "Actor", phase_timeout_s=3.0), ray_group(other, "Critic")
@@ -136,6 +140,7 @@ def test_the_limit_that_is_reported_is_the_one_that_was_exceeded(monkeypatch):
     assert mentions(_failure(group.init_model), "init_model", "2 s", "trainer.phase_timeout_s")
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("in_a_call", [False, True])
 def test_a_worker_that_dies_with_its_results_is_named_by_their_reader(in_a_call):
     group = ray_group(pools(main=[2])[0], "Critic")

@@ -44,6 +44,7 @@ def _copies(group) -> int:
     return 2 if getattr(group, "worker_cls", None) is PairedWorker else 1
 
 
+@pytest.mark.fast("ray with 3")
 def test_one_to_all_reaches_every_rank_and_returns_that_of_rank_zero(group):
     before = group.values()
     assert len(before) == group.world_size

@@ -31,6 +31,7 @@ def _other_rank(nodes: list[str]) -> int:
     return 1 - nodes.index(ray.get_runtime_context().get_node_id())
 
 
+@pytest.mark.slow
 def test_each_entry_of_a_pool_is_a_node_of_its_own():
     group = ray_group(pools(apart=[1, 1])[0])
     assert set(group.nodes()) == {node["NodeID"] for node in ray.nodes()}
@@ -75,6 +76,7 @@ def test_the_last_lines_of_a_rank_on_the_other_node_are_reported():
         group.pids()
 
 
+@pytest.mark.slow
 def test_the_stack_of_a_rank_on_the_other_node_is_reported():
     group = ray_group(pools(main=[1, 1])[0])
     rank = _other_rank(group.nodes())

@@ -111,6 +111,7 @@ def test_a_machine_fetches_what_it_needs_and_once(tmp_path):
     assert mentions(text, NAME, folder, "generation_config.json")
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_recipe_needs_no_weights_of_a_model_on_the_hub(tmp_path):
     shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
     weights = save({"weight": np.zeros(133_000, dtype=np.int8)})

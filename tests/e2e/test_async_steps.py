@@ -136,6 +136,7 @@ def test_a_killed_run_resumes_with_its_samples_in_flight(
         verify(checkpoint)
 
 
+@pytest.mark.fast("2-data.max_response_length=5")
 @pytest.mark.parametrize(
     ("before", "change"),
     [
@@ -154,6 +155,7 @@ def test_a_run_resumes_with_other_samples_and_says_what_is_lost(inputs, tmp_path
     assert ("samples in flight are not used" in caplog.text) == (before > 0)
 
 
+@pytest.mark.slow
 def test_rows_that_a_resume_leaves_out_are_not_paired_with_samples_in_flight(inputs, tmp_path, caplog):
     """No key names other data: the same file has fewer rows now."""
     rows = pq.read_table(inputs / "train.parquet").to_pylist()

@@ -189,6 +189,7 @@ def the_line_of_the_checkpoint(capsys) -> None:
     assert mentions(line, "CheckpointError", "iteration 1", "no complete checkpoint")
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_run_its_picture_and_a_resume_nothing(
     inputs, tmp_path, capsys, caplog, monkeypatch
 ):

@@ -137,6 +137,7 @@ def sourced(folder, *extra):
     return f"data.train_files={folder / 'two.parquet'}"
 
 
+@pytest.mark.fast("keys2")
 @pytest.mark.parametrize("keys", [["teacher.kl=reverse"], ["teacher.top_k=4"], ["teacher.kl=sampled"]])
 def test_each_data_source_has_its_teacher(inputs, tmp_path, keys):
     """Of other widths; with one teacher for both sources it is the run with that one."""
@@ -256,6 +257,7 @@ AHEAD = (
 )
 
 
+@pytest.mark.fast("one")
 @pytest.mark.parametrize(
     "keys", [["teacher.kl=reverse", *AHEAD], ["teacher.kl=sampled"]], ids=["ahead", "one"]
 )

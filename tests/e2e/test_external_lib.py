@@ -39,6 +39,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["one rank", pytest.param("two ranks", marks=pytest.mark.slow)])
 def test_every_role_on_ray_loads_the_packages_tokenizer(ray_session, inputs, tmp_path, run):
     options = (

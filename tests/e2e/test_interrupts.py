@@ -76,6 +76,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("shard-SIGTERM-143-extra0")
 @pytest.mark.parametrize(
     ("where", "name", "status", "extra"),
     [

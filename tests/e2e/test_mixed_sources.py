@@ -114,6 +114,7 @@ class KnowsHalf:
         return answer(prompts, params, samples, pad_token_id=self.tokenizer.pad_token_id)
 
 
+@pytest.mark.fast("prime")
 @pytest.mark.parametrize("manager", ["naive", "prime"])
 def test_contributions_of_sources_and_parts_add_up_to_the_mean_score(
     inputs: Path, tmp_path: Path, manager: str

@@ -149,6 +149,7 @@ def moved(model: Any, before: Any) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.fast("sft-smolvlm-packed")
 @pytest.mark.parametrize(
     "packed", ["True", pytest.param("False", marks=pytest.mark.slow)], ids=["packed", "padded"]
 )
@@ -181,6 +182,7 @@ def test_frozen_parts_keep_every_bit(inputs, tmp_path, kind):
         assert any(change.any() for change in changes.values()) == (part != "encoder"), part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])]
 )
@@ -227,6 +229,7 @@ def test_two_ranks_train_as_one(inputs, tmp_path, kind):
         assert (difference / norm).sqrt() < 1e-4, part
 
 
+@pytest.mark.fast("sft")
 @needs_peft
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_an_adapter_is_what_peft_loads_on_the_base_model(inputs, tmp_path, kind):

@@ -91,6 +91,7 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, steps, poi
     assert runs.metrics(tmp_path / "run") == runs.metrics(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_picture_is_refused(inputs, tmp_path):
     rows = write_rows(tmp_path / "own.jsonl", 24, seed=500)
     run = options(inputs, tmp_path / "run", "trainer.save_freq=1", f"data.train_files={rows}")
@@ -270,6 +271,7 @@ def test_a_model_of_text_alone_is_refused_by_its_key(inputs, text_part, tmp_path
         build_trainer(load_config(options(inputs, tmp_path, *keys)))
 
 
+@pytest.mark.slow
 def test_a_reward_model_of_text_reads_words_in_the_places_of_pictures(
     inputs, text_part, tmp_path, monkeypatch
 ):
@@ -387,6 +389,7 @@ def test_turns_go_on_from_a_prompt_with_pictures(inputs, tmp_path, kind):
         assert line["turns/share_inserted"] > 0.3
 
 
+@pytest.mark.fast("words-smolvlm")
 @pytest.mark.parametrize("kind", ["smolvlm", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("answer", ["words", "pictures"])
 def test_a_program_trains_the_weights_of_the_environment_that_it_mirrors(inputs, tmp_path, kind, answer):
@@ -411,6 +414,7 @@ def test_pictures_that_come_in_turns_are_learned_from_as_they_were_sampled(input
         assert line["turns/mean"] > 2
 
 
+@pytest.mark.slow
 def test_a_program_may_begin_with_other_pictures_than_its_row(inputs, tmp_path):
     model = picture_models.louder(picture_models.make("smolvlm", tmp_path / "model"))
     keys = (*answers(tmp_path, "others"), f"actor_rollout_ref.model.path={model}")
@@ -420,6 +424,7 @@ def test_a_program_may_begin_with_other_pictures_than_its_row(inputs, tmp_path):
         assert line["images/per_prompt"] == 1
 
 
+@pytest.mark.fast("Words")
 @pytest.mark.parametrize("name", ["Words", "words"])
 def test_a_placeholder_that_was_sampled_is_no_picture_in_later_turns(inputs, tmp_path, name):
     """Two of 24 rows have pictures, and a hundredth of all sampled tokens stands for one."""

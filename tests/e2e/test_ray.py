@@ -199,6 +199,7 @@ def test_an_error_that_would_come_again_is_not_tried_again(inputs, tmp_path):
     assert "Traceback" not in run.console
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_an_error_at_once(inputs, tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

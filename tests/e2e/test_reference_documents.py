@@ -117,6 +117,7 @@ def test_the_programs_for_machines_without_the_documents_have_their_calls():
         assert calls(text) <= calls(getattr(reference_forms, name)), name
 
 
+@pytest.mark.slow
 def test_the_reference_documents_yaml_trains_one_step(tmp_path, monkeypatch):
     (tmp_path / "reference.yaml").write_text("".join(code_blocks("config_explanation.rst", "yaml")))
     inputs = make_inputs(tmp_path)
@@ -273,10 +274,12 @@ def test_the_iteration_of_the_notes_trains_as_the_run_does(tmp_path):
         trainer.rm_wg.compute_rm_score(None)
 
 
+@pytest.mark.slow
 def test_the_iteration_of_the_notes_with_a_full_kl(tmp_path):
     trained_as_ever(tmp_path, LocalWorkerGroup, "trainer.worker_group=local", "algorithm.kl_penalty=full")
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_notes_take_a_configuration_of_hydra(tmp_path):
     inputs, group, found = make_inputs(tmp_path), "trainer.worker_group=local", []
     for kind in (OmegaConf.from_dotlist, load_config):
@@ -332,6 +335,7 @@ class ByALoop(RayPPOTrainer):
             self.actor_rollout_wg.update_actor(batch)
 
 
+@pytest.mark.fast("options1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -359,6 +363,7 @@ def test_the_iteration_of_the_notes_on_ray(ray_session, tmp_path):
     trainer.shutdown()
 
 
+@pytest.mark.slow
 def test_the_loop_of_from_verl(tmp_path):
     names: dict[str, Any] = {"__name__": "example"}
     exec(FROM_VERL.read_text().split("```python\n")[1].split("```")[0], names)

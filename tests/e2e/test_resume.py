@@ -55,6 +55,7 @@ def test_two_runs_with_one_seed_are_identical_and_another_seed_is_not(inputs, un
 
 
 # Iteration 2 ends the first epoch: a checkpoint there is exactly on the boundary.
+@pytest.mark.fast("update-3", "seal-2")
 @pytest.mark.parametrize(
     ("point", "iteration"),
     [("update", 3), ("log", 2), ("save critic", 3), ("seal", 2), ("rename", 3), ("latest", 3)],
@@ -78,6 +79,7 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_pat
         assert versions == {int(path.stem.removeprefix("step_")) - 1}
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs, undisturbed, tmp_path):
     run, expected = undisturbed
     shutil.copytree(run, tmp_path / "run")
@@ -96,6 +98,7 @@ def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs
     assert metrics(tmp_path / "run") == metrics(run)
 
 
+@pytest.mark.slow
 def test_a_resume_from_another_runs_checkpoint_does_not_mix_the_two(inputs, undisturbed, tmp_path):
     other, expected = undisturbed
     train(overrides(inputs, tmp_path, *SETTINGS, "trainer.total_training_steps=1", "trainer.seed=2"))
@@ -106,6 +109,7 @@ def test_a_resume_from_another_runs_checkpoint_does_not_mix_the_two(inputs, undi
     assert [line["step"] for line in metrics(tmp_path)] == [4]
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_with_nothing_left_to_train_is_an_error(inputs, undisturbed, tmp_path):
     run, _ = undisturbed
     with pytest.raises(ConfigError, match=naming("4 of 4")):
@@ -130,6 +134,7 @@ def train_until_the_uploads(options: list[str]) -> None:
         main(["train", *options])
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_save_is_completed_by_the_same_command(inputs, undisturbed, tmp_path):
     run, remote = tmp_path / "run", tmp_path / "remote"
     copy_until(undisturbed[0], 3, run)
@@ -199,6 +204,7 @@ def test_a_new_default_folder_names_the_run_that_it_may_replace(inputs, undistur
     assert f"set trainer.default_local_dir={tmp_path / 'ppo-a-gsm8k-0123abcd'}" in caplog.text
 
 
+@pytest.mark.fast("contents", "command")
 @pytest.mark.parametrize("what", ["model", "data", "reward", "contents", "command"])
 def test_a_checkpoint_of_another_run_is_not_continued_by_chance(inputs, undisturbed, tmp_path, what):
     """Before a model loads; with the path of the checkpoint it is continued."""

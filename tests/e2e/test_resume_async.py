@@ -102,6 +102,7 @@ def latest(run: Path) -> str:
     return (run / LATEST).read_text()
 
 
+@pytest.mark.slow
 def test_checkpoints_written_in_the_background_are_the_synchronous_ones(inputs, synchronous, tmp_path):
     other, expected = synchronous
     assert hashes(train(overrides(inputs, tmp_path, *SETTINGS, KEEP_TWO))) == expected
@@ -122,6 +123,7 @@ def slow(stage: str) -> Any:
     return pytest.param(stage, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("latest", "training")
 @pytest.mark.parametrize("stage", ["write", slow("metadata"), "training", "seal", slow("rename"), "latest"])
 def test_a_run_killed_while_it_saves_in_the_background_continues_to_the_same_numbers(
     inputs, synchronous, tmp_path, stage

@@ -113,6 +113,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("generate-4-2-SIGINT-extra0", "update-3-3-SIGHUP-extra2")
 @pytest.mark.parametrize(
     ("place", "call", "saved", "name", "extra"),
     [
@@ -192,6 +193,7 @@ def test_a_run_whose_reward_fails_saves_its_last_whole_iteration_and_goes_on_to_
     assert resumed == (hashes(train(straight)), metrics(tmp_path / "straight"))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path):
     trainer = build_trainer(load_config(options_of(inputs, tmp_path / "run")))
 
@@ -238,6 +240,7 @@ def test_the_state_of_a_sampler_that_returns_what_it_changes_stays_that_of_the_i
     assert run._whole["loader"]["sampler"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_copies_what_it_has_saved_by_time(inputs, tmp_path):
     settings = "trainer.save_minutes=1e-9", f"trainer.default_hdfs_dir={tmp_path / 'copies'}"
     options = options_of(inputs, tmp_path / "run", *settings)
@@ -274,6 +277,7 @@ def test_signals_of_one_cause_are_one_interrupt(monkeypatch, numbers):
     assert received == [numbers[0]]
 
 
+@pytest.mark.slow
 def test_without_time_and_number_nothing_is_saved(inputs, tmp_path):
     options = options_of(inputs, tmp_path, "trainer.save_minutes=null")
     done = forked.run(command_struck, "train", options, "generate", 4, signal.SIGINT)
@@ -288,6 +292,7 @@ def test_a_run_stopped_after_its_end_names_its_model(inputs, tmp_path):
     assert any((tmp_path / "final_model").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_run_from_an_earlier_checkpoint_saves_what_it_has_though_an_abandoned_one_has_its_name(
     inputs, tmp_path
 ):
@@ -299,6 +304,7 @@ def test_a_run_from_an_earlier_checkpoint_saves_what_it_has_though_an_abandoned_
     assert latest_step(tmp_path) == 3
 
 
+@pytest.mark.slow
 def test_checkpoints_by_time_are_the_last_two_and_the_best_validated_one(inputs, tmp_path):
     often = "trainer.save_minutes=1e-9", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=1"
     options = overrides(

@@ -102,6 +102,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.fast("async")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_do_not_depend_on_when_answers_come(inputs, tmp_path, monkeypatch, name):
     found = []
@@ -122,6 +123,7 @@ FILTER = (
 )
 
 
+@pytest.mark.fast("in flight")
 @pytest.mark.parametrize(("step", "more"), [(1, ()), (2, FILTER)], ids=["in flight", "carried over"])
 def test_a_resumed_run_with_samples_between_turns_trains_the_same(inputs, tmp_path, step, more):
     (inputs / "noted.py").write_text(NOTED)  # a text in the place of a number
@@ -190,6 +192,7 @@ def _noisy(outputs, mask):
     }
 
 
+@pytest.mark.slow
 def test_what_the_models_say_of_inserted_tokens_changes_nothing(inputs, tmp_path, monkeypatch):
     plain = hashes(train(_options(inputs, tmp_path / "plain", *EVERYTHING)))
     infer = TorchEngine.infer
@@ -221,6 +224,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.fast("padded")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * ("ranks" in name)) for name in LAYOUTS]
 )

@@ -89,6 +89,7 @@ def test_texts_of_a_reward_function_are_kept_with_the_samples(inputs, tmp_path):
             assert row["reward_text/why"] is None
 
 
+@pytest.mark.fast("kl-reward")
 @pytest.mark.parametrize(("kind", "place"), [("kl", "reward"), ("full", "reward"), ("full", "loss")])
 def test_the_kl_starts_at_zero_and_grows_with_the_policys_distance(inputs, tmp_path, kind, place):
     """From sampled tokens or whole distributions: tests/workers/test_losses.py has every estimate."""

@@ -76,6 +76,7 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_pat
     assert metrics(tmp_path / "run") == metrics(run)
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkeypatch):
     from strop.rollout.vllm.settings import InProcessWeightTransfer
 

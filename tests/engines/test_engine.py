@@ -35,6 +35,7 @@ def _update(engine: TorchEngine) -> None:
     engine.forward_backward(samples, loss, MicroBatching(rows=4), temperature=1.0)
 
 
+@pytest.mark.fast("token-mean", "seq-mean-token-sum-norm")
 @pytest.mark.parametrize(
     "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )

@@ -134,6 +134,7 @@ def test_generation_runs_on_the_adapted_module(either):
     HFRollout(either.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])  # checks its decoding
 
 
+@pytest.mark.fast("policy-settings1", "value-settings0")
 @pytest.mark.parametrize(
     "settings", [{}, WHOLE, {"modules_to_save": ("head", "mlp"), "exclude_modules": ".*q_proj"}]
 )

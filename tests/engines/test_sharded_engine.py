@@ -72,6 +72,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.fast("dynamic-actor", "by size-critic")
 @pytest.mark.parametrize(
     ("layout", "role"),
     [
@@ -90,6 +91,7 @@ def test_updates_are_those_of_one_process(folder, ranks, alone, role, layout):
         assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.fast("1-all_reduce-options2")
 @pytest.mark.parametrize(
     ("fsdp_size", "collective", "options"),
     [
@@ -112,6 +114,7 @@ def test_gradients_reduced_once_a_step_give_the_same_weights(folder, ranks, opti
         assert before[collective] == 4 * after[collective] > 0
 
 
+@pytest.mark.slow
 def test_parameters_that_stay_gathered_after_the_forward_pass_change_no_bit(folder, ranks):
     def run(**sharding):
         return ranks.run(2, jobs.train_counting, folder, MicroBatching(rows=2), {"sharding": sharding})
@@ -145,6 +148,7 @@ def test_the_gradient_is_the_sum_over_the_ranks_and_the_same_norm_everywhere(fol
     assert all(distance(gradient, expected) < 1e-6 for gradient, _ in found)
 
 
+@pytest.mark.fast("rows-actor")
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(
     "micro", [MicroBatching(rows=2), MicroBatching(max_tokens=60)], ids=["rows", "tokens"]
@@ -156,6 +160,7 @@ def test_trees_on_one_rank_alone_give_the_gradient_of_one_process(folder, ranks,
         assert found_norm == pytest.approx(norm, rel=1e-6)
 
 
+@pytest.mark.fast("critic-seq-mean-token-sum-norm")
 @pytest.mark.parametrize(
     ("role", "mode"),
     [
@@ -181,6 +186,7 @@ def test_bfloat16_keeps_float32_masters_and_is_close(folder, ranks, alone):
         assert norms[0] == pytest.approx(alone["actor"][1][0], rel=0.05)
 
 
+@pytest.mark.slow
 def test_bfloat16_of_one_rank_is_that_of_several(folder, ranks):
     """Up to the gradients of tied weights and embedding rows, which FSDP2 adds up in 16 bits."""
     arguments = (folder, "actor", MicroBatching(rows=1), {"compute_dtype": "bfloat16"})
@@ -207,6 +213,7 @@ def test_inference_gives_each_rank_its_rows_whatever_the_others_need(folder, ran
         torch.testing.assert_close(together, column, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_rows_than_rounds_takes_part_in_all_rounds(folder, ranks):
     [expected] = ranks.run(1, jobs.uneven_update, folder)
     found = ranks.run(2, jobs.uneven_update, folder)
@@ -240,6 +247,7 @@ def test_states_load_bit_for_bit_on_other_numbers_of_ranks(folder, ranks, tmp_pa
     assert {float(step) for step in steps} == {2.0}
 
 
+@pytest.mark.slow
 def test_a_background_save_holds_the_state_of_its_start_while_training_goes_on(folder, ranks, tmp_path):
     ranks.run(2, jobs.save_both_ways, folder, tmp_path)
     fore, back = jobs.read_state(tmp_path / "fore"), jobs.read_state(tmp_path / "back")
@@ -254,6 +262,7 @@ def test_a_background_save_that_fails_raises_when_it_is_finished(folder, ranks, 
         assert mentions(message, "CheckpointError", "cannot write the checkpoint")
 
 
+@pytest.mark.slow
 def test_a_state_of_another_model_is_refused_by_name(folder, untied, ranks, tmp_path):
     ranks.run(2, jobs.train_and_save, folder, "actor", tmp_path / "state")
     for message in ranks.run(2, jobs.failure, jobs.load, untied, tmp_path / "state"):
@@ -266,6 +275,7 @@ def granite(tmp_path_factory):
     return jobs.save_granite(tmp_path_factory.mktemp("granite"))
 
 
+@pytest.mark.fast("critic")
 @pytest.mark.parametrize("kind", ["tied", "untied", "critic", "granite critic"])
 def test_an_export_is_what_transformers_loads(folder, untied, granite, ranks, tmp_path, kind):
     source = {"untied": untied, "granite critic": granite}.get(kind, folder)
@@ -311,6 +321,7 @@ def test_sizes_and_classes_that_do_not_fit_are_configuration_errors(folder, rank
             assert mentions(message, "ConfigError", words)
 
 
+@pytest.mark.slow
 def test_shards_that_move_between_the_phases_are_trained_like_those_that_stay(folder, ranks):
     stayed, moved = (ranks.run(2, jobs.train_offloaded, folder, ROWS, offloads) for offloads in (False, True))
     for (expected, none), (found, many) in zip(stayed, moved, strict=True):

@@ -142,6 +142,7 @@ def generated(on: torch.device, device: Device, tokens: int, *, stops: bool):
     return found, device.waited()
 
 
+@pytest.mark.fast("False")
 @pytest.mark.parametrize("stops", [True, False])
 def test_generation_draws_as_on_a_cpu_and_looks_at_every_eighth_token(device, stops):
     expected, _ = generated(CPU, device, 80, stops=stops)

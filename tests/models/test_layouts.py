@@ -68,6 +68,7 @@ def neighbours(*names: str) -> Any:
     return pytest.param(names, marks=pytest.mark.slow)
 
 
+@pytest.mark.fast("Role.Critic-token-mean-every kind")
 @pytest.mark.parametrize(
     "names",
     [
@@ -83,6 +84,7 @@ def test_one_gradient_whatever_the_layout(ranks, folder, role, mode, names):
     jobs.require_equal_gradients(ranks, folder, role, [*EDGES, *random_batches(2)], layouts, mode)
 
 
+@pytest.mark.fast("packed, high")
 @pytest.mark.parametrize(
     ("keys", "cap"),
     [

@@ -76,6 +76,7 @@ def gradient_of(role) -> torch.Tensor:
     return torch.cat([weight.grad.flatten() for weight in role.parameters() if weight.grad is not None])
 
 
+@pytest.mark.fast("actor-packed", "critic-padded")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", list(ROLES))
 def test_200_random_trees_equal_separate_rows(in_float64, name, packed):

@@ -52,6 +52,7 @@ def ranks():
 NEIGHBOURS = ("Qwen2, 1 kv head", "Llama, 2 kv heads")
 
 
+@pytest.mark.fast("Qwen3Moe with the auxiliary loss")
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[pytest.mark.slow] if m in NEIGHBOURS else []) for m in MODELS]
 )
@@ -90,6 +91,7 @@ def scorer(folders, tmp_path_factory):
     return folder
 
 
+@pytest.mark.fast("every role in its own way")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param("2 ranks", marks=pytest.mark.slow), "4 ranks in pairs", "every role in its own way"],
@@ -116,6 +118,7 @@ def test_outputs_come_back_once_in_the_order_of_the_rows(ranks, folders, scorer,
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_layers_see_a_piece_of_the_tokens(ranks, folders):
     lengths = [(4, 3), (2, 2)]  # 11 tokens
     for size, tokens in ((2, 6), (4, 3)):

@@ -248,6 +248,7 @@ def pass_over(module: PolicyModel, batch: DataProto, rows: int, weights: Tensor)
     return found
 
 
+@pytest.mark.fast("qwen2_5_vl", "smolvlm")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_the_family_row_by_row(folders, held, kind):
     folder = folders(kind)
@@ -565,6 +566,7 @@ def test_a_model_that_is_blind_is_refused_and_a_fresh_projector_is_told(folders,
         checked(blind)
 
 
+@pytest.mark.fast("gemma3")
 @pytest.mark.parametrize("kind", FAST)
 def test_checkpointing_changes_no_bit(folders, held, kind):
     folder = folders(kind)

@@ -65,6 +65,7 @@ def whole(inputs):
     return found
 
 
+@pytest.mark.fast("dynamic")
 @pytest.mark.parametrize("cut", [_cut(3), DYNAMIC], ids=["3", "dynamic"])
 def test_the_weights_do_not_depend_on_the_micro_batches(inputs, whole, tmp_path, cut):
     found = _weights(train(overrides(inputs, tmp_path, *SETTINGS, *cut)))

@@ -141,6 +141,7 @@ def results(inputs, ray_session):
     return Results(inputs)
 
 
+@pytest.mark.fast("local-2 ranks")
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -197,6 +197,7 @@ FAILURES: dict[str, tuple[Say, str]] = {
 }
 
 
+@pytest.mark.fast("cut", "no number")
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_the_judge_cannot_rate_is_a_failed_sample(failure: str, serve: Any, make: Any, batch_of: Any):
     say, why = FAILURES[failure]

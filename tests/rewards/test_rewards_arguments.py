@@ -350,6 +350,7 @@ def test_a_coroutine_that_hangs_is_cancelled_and_the_others_are_not(judging: Cal
     assert process._child is child  # one process all the time
 
 
+@pytest.mark.fast("exit")
 @pytest.mark.parametrize("fault", ["block", "exit", "swallow"])
 def test_a_coroutine_that_costs_the_process_costs_no_other_sample(
     judging: Callable[..., RewardProcess], fault: str

@@ -84,6 +84,7 @@ def meeting(folder: Path, count: int) -> str:
 
 
 # 70,000 characters: not even one sample fits into the pipe.
+@pytest.mark.fast("1-4-", "0-1-padding1")
 @pytest.mark.parametrize(("workers", "padding"), [(1, ""), (1, "x" * 70_000), (WORKERS, "")])
 @pytest.mark.parametrize("seed", range(2))
 def test_each_sample_has_its_own_outcome_and_is_scored_once(
@@ -312,6 +313,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_equal_with_many_processes_and_with_one(tmp_path: Path):
     inputs = make_inputs(tmp_path / "inputs", rows=8)
     (tmp_path / "reward.py").write_text(AT_TIMES_CRASHES)

@@ -200,6 +200,7 @@ def failures(cases: Iterable[Case], limits: Limits = PATIENT) -> dict[str, str]:
     return {name: verdict.reason for name, verdict in verdicts.items() if not verdict.passed}
 
 
+@pytest.mark.fast("mbpp-special1-100")
 @pytest.mark.parametrize(
     ("name", "special", "every"),
     [

@@ -94,6 +94,7 @@ def test_columns_have_the_shapes_types_and_values_of_the_contract():
     assert not batch["truncated"].all()
 
 
+@pytest.mark.fast("7")
 @pytest.mark.parametrize("micro_batch_size", [1, 7])
 def test_samples_depend_on_their_seeds_alone(micro_batch_size):
     """Not on micro-batches, other samples, order, earlier calls or the global generator, which stays."""

@@ -76,6 +76,7 @@ def receive_a_part(told, number):
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.fast("9-100.0")
 @pytest.mark.parametrize(("number", "patience_s"), [(signal.SIGKILL, 100.0), (signal.SIGSTOP, 4.0)])
 def test_a_server_that_ends_amid_a_transfer_leaves_and_comes_back(tmp_path, number, patience_s):
     failing, other = FakeVLLM(), FakeVLLM()

@@ -178,6 +178,7 @@ class Replies:
         return None if turn == 2 else str(self.seed % 10)
 
 
+@pytest.mark.slow
 def test_turns_are_answered_as_they_end_whichever_servers_generate_them():
     params = SamplingParams(max_tokens=40, n=4, stop_token_ids=(7,))
     found, episodes = [], episodes_of(Replies, turn_length=12)
@@ -248,6 +249,7 @@ def test_pieces_request_no_more_tokens_at_least_than_at_most(monkeypatch):
     assert all(least <= most for least, most in sent)  # else vLLM refuses the request
 
 
+@pytest.mark.slow
 def test_fewer_slots_begin_later_batches_later(monkeypatch):
     monkeypatch.setattr(engine, "PIECE", 2)
     progress = []

@@ -65,6 +65,7 @@ def _afresh(monkeypatch) -> None:
     monkeypatch.setattr(engine, "decode", lambda *a, kept, names, **options: decode(*a, **options))
 
 
+@pytest.mark.fast("qwen3_moe", "gpt2", "qwen2 with windows", "gemma2 eager")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_a_full_pass_and_samples_those_computed_afresh(family, monkeypatch, passes):
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 60)  # several passes
@@ -87,6 +88,7 @@ def test_log_probs_are_those_of_a_full_pass_and_samples_those_computed_afresh(fa
     assert (kept["rollout_log_probs"] - afresh["rollout_log_probs"]).abs().max() < tolerance
 
 
+@pytest.mark.fast("None")
 @pytest.mark.parametrize("size", [None, 7])
 def test_samples_of_later_batches_and_other_weights_go_on_as_if_computed_afresh(size, monkeypatch, passes):
     """Rows of the second batch end their turn, or are in its middle, when those of the first one have."""

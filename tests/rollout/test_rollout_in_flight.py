@@ -212,6 +212,7 @@ def test_generate_is_finish_of_one_batch(family):
     require_equal({1: DataProto(found)}, {1: rollout.generate(batch_of(1, 3), params)})
 
 
+@pytest.mark.fast("bf16")
 @pytest.mark.parametrize(
     "options", [{}, {"micro_batch_size": 4}, {"compute_dtype": torch.bfloat16}], ids=["", "micro", "bf16"]
 )

@@ -86,6 +86,7 @@ def undisturbed(rollout, policies):
     return run(rollout, policies)
 
 
+@pytest.mark.fast("sampled", "past eos")
 @pytest.mark.parametrize(
     "params",
     [
@@ -156,6 +157,7 @@ def test_rows_of_later_batches_advance_by_a_token_in_every_step(rollout, policie
     assert third.tolist() == [[0] * 6 + [1] * 8 + [2] * 16] * 2
 
 
+@pytest.mark.slow
 def test_nothing_between_two_calls_changes_what_they_return(rollout, policies, undisturbed):
     """Validation, an update without a change, or a resume with the samples in flight."""
     validation = SamplingParams(max_tokens=9, n=3)
@@ -177,6 +179,7 @@ def test_nothing_between_two_calls_changes_what_they_return(rollout, policies, u
     assert equal(run(rollout, policies, update=False), undisturbed)
 
 
+@pytest.mark.slow
 def test_one_seed_a_call_repeats_equal_calls_and_no_others(rollout, policies, undisturbed, monkeypatch):
     """The seed is of the call's samples and their tokens, so a resume and other calls change nothing."""
     monkeypatch.setattr(rollout, "_seed_per_sample", False)
@@ -286,6 +289,7 @@ def test_calls_out_of_order_and_foreign_states_are_refused(rollout, policies):
     rollout._queue = Queue()
 
 
+@pytest.mark.fast("min_p")
 @pytest.mark.parametrize(
     "options",
     [

@@ -155,6 +155,7 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     assert batch["hidden_tokens"].tolist() == (ends | hidden).sum(1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tied", "dtype"),
     [
@@ -198,6 +199,7 @@ def changing(model, tmp_path_factory):
     return rollout_of(model, tmp_path_factory.mktemp("changing"))
 
 
+@pytest.mark.slow
 def test_a_layer_that_keeps_its_old_weights_is_named(changing, monkeypatch):
     from strop.rollout.vllm.settings import InProcessWeightTransfer
 
@@ -278,6 +280,7 @@ def test_settings_that_vllm_computes_otherwise_are_refused(other):
     assert all(word in found for word in (computed, f"{name}={value}", "rollout.name=hf"))
 
 
+@pytest.mark.slow
 def test_checksums_see_every_change_and_add_up_over_shards():
     weight = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
     whole = checksum(weight)

@@ -241,6 +241,7 @@ def test_a_run_says_where_it_stands(tmp_path):
     assert stands(30, 0, 10, 25, 20)["resumed"] == [10, 20]  # from 20 on, what followed 25 was replaced
 
 
+@pytest.mark.slow
 def test_a_browser_names_noise_and_the_time_left(browser, tmp_path):
     (tmp_path / "validation").mkdir()
     for step, value in ((0, 0.2), (10, 0.62), (20, 0.6)):
@@ -538,6 +539,7 @@ def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_pat
         assert browser.errors() == []
 
 
+@pytest.mark.slow
 def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(browser, tmp_path):
     calls = [Call(PROMPT, [], [4, 5]), Call(NOTHING, [6], [7, 8]), Call(0, [9], [10]), Call(0, [9], [11])]
     row, run = row_of(calls), write_run(tmp_path, steps=1)

@@ -154,6 +154,7 @@ def run(inputs, folder, steps: int, *extra: str) -> tuple[list[tuple[int, int]],
     return Toy.generated, rows, time.perf_counter() - started
 
 
+@pytest.mark.fast("2-2", "0-0", "3-0")
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
 def test_every_batch_is_generated_once_by_the_version_of_the_formula(inputs, tmp_path, steps, warmup):

@@ -146,6 +146,7 @@ def test_a_reference_pass_that_is_stopped_goes_on_where_it_was(
     assert all(torch.equal(now[name], column) for name, column in whole.items())
 
 
+@pytest.mark.fast("flipped")
 @pytest.mark.parametrize("damage", ["flipped", "dtype", "doubled", "earlier"])
 def test_a_damaged_reference_is_computed_again(inputs, tmp_path, passes, caplog, damage):
     options = overrides(inputs, tmp_path, "trainer.save_freq=2", "data.val_files=[]")
@@ -191,6 +192,7 @@ def test_a_loss_without_reference_computes_none(inputs, tmp_path, passes):
     assert not (tmp_path / "reference_log_probs").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_model_is_an_error(inputs, trained, tmp_path):
     options = overrides(inputs, tmp_path / "run", "trainer.save_freq=2")
     train("dpo", options)
@@ -222,6 +224,7 @@ def test_without_a_checkpoint_another_model_is_a_new_run_with_its_own_reference(
     assert not torch.equal(before["ref_chosen_log_prob"], now["ref_chosen_log_prob"])
 
 
+@pytest.mark.fast("simpo")
 @pytest.mark.parametrize("loss", ["ipo", "hinge", "simpo", "orpo"])
 def test_no_layout_changes_a_parameter(inputs, tmp_path, loss):
     """test_supervised.py does the same with dpo."""

@@ -90,6 +90,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast("train-removed-extra0", "dpo-removed-extra3")
 @pytest.mark.parametrize(("command", "how", "extra"), CASES)
 def test_the_run_stops_and_writes_nothing_more(inputs, tmp_path, monkeypatch, capsys, command, how, extra):
     helper, folder = (runs, inputs[0]) if command == "train" else (supervised_runs, inputs[1])

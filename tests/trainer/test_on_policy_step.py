@@ -249,6 +249,7 @@ OWN_LOG_PROBS = {
 }
 
 
+@pytest.mark.fast("full KL in the loss")
 @pytest.mark.parametrize("variant", variants(OWN_LOG_PROBS))
 def test_the_samplers_log_probs_as_old_ones_need_no_pass(inputs, tmp_path, monkeypatch, variant):
     """Against a run whose pass before the update is made to answer with the sampler's log-probs."""

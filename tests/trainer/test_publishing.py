@@ -111,6 +111,7 @@ def test_a_failed_upload_is_a_warning_with_the_command_that_repeats_it(inputs, t
     assert f"published: {hub.url}/ada/first/tree/v1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resume_publishes_to_the_same_branch_and_a_finished_run_once(inputs, tmp_path, hub, monkeypatch):
     folder = tmp_path / "run"
     saved = ["trainer.save_freq=1", "trainer.hub_repo_id=first"]

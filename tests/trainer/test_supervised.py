@@ -161,12 +161,14 @@ def test_a_run_has_its_model_with_a_head_or_adapters(inputs, straight, tmp_path)
             assert 0 < torch.linalg.matrix_rank(found[name] - before[name], atol=1e-6) <= 2
 
 
+@pytest.mark.fast("dpo-padded", "dpo-by tokens", "reward_model-checkpointing")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_a_parameter(inputs, straight, tmp_path, layout):
     train(straight.kind, overrides(inputs, tmp_path, *LAYOUTS[layout]))
     require_equal_weights(tmp_path, final_weights(straight.run))
 
 
+@pytest.mark.fast("dpo")
 def test_resume_is_exact(inputs, straight, tmp_path):
     train(straight.kind, overrides(inputs, tmp_path, "trainer.save_freq=2"))
     (tmp_path / "global_step_4").rename(tmp_path / "lost")  # as if it had died after the checkpoint before

@@ -80,6 +80,7 @@ def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind, keys):
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HH.is_dir(), reason=f"the real data is not here: {HH}")
 def test_real_preferences_go_from_raw_files_to_a_reward_model(inputs, tmp_path):
     for kind in ("sft", "rm"):

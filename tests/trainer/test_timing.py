@@ -43,6 +43,7 @@ def test_check_measures_the_run_and_writes_no_folder(inputs, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fast("ahead")
 @pytest.mark.parametrize(
     "options",
     [

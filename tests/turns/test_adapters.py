@@ -102,6 +102,7 @@ def test_a_game_that_cannot_be_played_by_text_is_an_error(id, named):
 # servers of tools
 
 
+@pytest.mark.slow
 def test_each_sample_has_a_server_of_its_own_which_a_replay_rebuilds():
     pytest.importorskip("mcp")
     environments = _named(tools=[f"mcp:{SERVER}"])
@@ -248,6 +249,7 @@ def test_output_errors_and_the_last_traceback_are_told_in_their_order():
     assert "SyntaxError" in Quick().python("print('a'")
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_for_a_core_is_not_ended():
     assert Python.limits.wall_s >= 2 * Python.limits.cpu_s
     short = type("Short", (Python,), {"limits": dataclasses.replace(Python.limits, cpu_s=1)})()

@@ -252,6 +252,7 @@ class HangsInReset:
         return "go on" if turn < 2 else None
 
 
+@pytest.mark.slow
 def test_a_sample_whose_reset_hangs_is_lost_once(tmp_path):
     rows = {"hangs": [True, False], "log": [str(tmp_path / "hangs"), str(tmp_path / "fine")]}
     scripts = [["a", "b", "c"]] * 2

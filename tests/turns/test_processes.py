@@ -71,6 +71,7 @@ def test_a_pool_that_is_dropped_ends_its_processes():
     assert not child.is_alive()
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("n_requests", [1, 2])
 def test_a_process_that_is_killed_from_outside_changes_no_answer(n_requests):
     pool = EnvironmentPool(environments_of(own=Slow), settings_of())

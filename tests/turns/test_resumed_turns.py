@@ -55,6 +55,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.fast("1-tell")
 @pytest.mark.parametrize(("waves", "error"), [(1, "tell"), (3, "tell"), (3, "end")])
 def test_a_resumed_sample_has_all_turns_counts_and_rewards_of_one_that_was_not(tmp_path, waves, error):
     def made(name: str) -> Script:

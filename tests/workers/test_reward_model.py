@@ -183,6 +183,7 @@ def test_a_critic_that_starts_from_it_gives_every_state_the_score_of_the_text_so
     assert compared == int(columns["response_mask"].sum()) == 2 * (2 + 4 + 4 + 1)
 
 
+@pytest.mark.slow
 def test_sharded_beside_the_critic_and_in_a_separate_pool_it_scores_as_in_one_process(
     ray_session, inputs, samples
 ):

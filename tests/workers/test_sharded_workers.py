@@ -40,6 +40,7 @@ def require_equal_samples(found, expected):
     )
 
 
+@pytest.mark.fast("Role.Critic")
 @pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
 def test_updates_are_those_of_one_process_with_other_micro_batches(folder, ranks, role):
     rows = (

@@ -22,6 +22,7 @@ def ranks():
         yield processes
 
 
+@pytest.mark.fast("4-2-bfloat16")
 @pytest.mark.parametrize(
     ("world", "actors", "dtype"),
     [(2, 1, "float32"), (3, 2, "bfloat16"), (4, 2, "bfloat16"), (4, 2, "float32")],
