@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
@@ -87,11 +87,23 @@ def test_a_download_that_is_not_whole(inputs, refusal, tmp_path, content, parts)
     elif content == "half":
         weights.write_bytes(weights.read_bytes()[:5000])
     elif content == "shard":
-        index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        weights.rename(model / "model-00001-of-00002.safetensors")
+        index = {"weight_map": {name: f"model-0000{name}-of-00002.safetensors" for name in "12"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         weights.write_bytes(content)
     assert mentions(refusal(f"actor_rollout_ref.model.path={model}"), "ModelError", model, *parts)
+
+
+def test_files_that_transformers_does_not_read_may_be_missing(inputs, refusal, tmp_path):
+    model = tmp_path / "saved again"
+    shutil.copytree(inputs / "model", model)
+    # save_pretrained removes shards of an earlier save, and leaves their index
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "consolidated.safetensors").write_text(_POINTER)  # git lfs pull --include 'model*'
+    assert refusal(f"actor_rollout_ref.model.path={model}") == ""
+    AutoModelForCausalLM.from_pretrained(model)
 
 
 def test_a_critic_with_another_vocabulary(inputs, refusal):

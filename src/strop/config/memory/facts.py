@@ -86,14 +86,18 @@ def fault_of_weights(path: str) -> str | None:
     folder = Path(expand(path))
     if not (folder / "config.json").is_file():
         return None
-    files = {file.name: file for file in folder.glob("*.safetensors")}
-    others = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.gguf", "*.h5", "*.msgpack", "*.pt*"))
-    if not files:
-        return None if others else "there is config.json, and no weights (model.safetensors)"
-    named = read_json(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(named, dict) and (missing := sorted({*map(str, named.values())} - files.keys())):
-        return f"{missing[0]} is missing, which model.safetensors.index.json names"
-    for name, file in files.items():
+    # transformers reads an index only without the one file, beside which one of an earlier save may lie
+    index = "model.safetensors.index.json"
+    named = read_json(folder / index).get("weight_map")
+    files = {*map(str, named.values())} if isinstance(named, dict) else set()
+    if (folder / "model.safetensors").is_file():
+        files = {"model.safetensors"}
+    any_kind = ("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.pt*")
+    if not files and not any(any(folder.glob(pattern)) for pattern in any_kind):
+        return "there is config.json, and no weights (model.safetensors)"
+    for name in sorted(files):
+        if not (file := folder / name).is_file():
+            return f"{name} is missing, which {index} names"
         try:
             count_parameters(file)
         except Exception as error:  # noqa: BLE001 - of the package, or of the system
