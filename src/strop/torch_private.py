@@ -38,8 +38,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def writes_in_place(tensor: Tensor) -> int:
-    """Return the number of operations that have changed ``tensor`` in place."""
-    return tensor._version
+    """Return the number of operations that have changed ``tensor`` in place; 0 in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def written_by(operator: Any, arguments: Sequence[Any], options: dict[str, Any]) -> list[Tensor]:

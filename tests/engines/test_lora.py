@@ -20,8 +20,12 @@ from strop.checkpoint.export import export
 from strop.engines.base import weights_hash
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.models.loader import load_tokenizer
+from strop.protocol import DataProto, sequence_columns
+from strop.rollout.base import SamplingParams
+from strop.rollout.hf import packed_linear
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.weights import WeightLedger
+from strop.torch_private import multiplies_bfloat16
 
 import tiny_model
 from messages import naming
@@ -132,6 +136,22 @@ def test_weights_are_sent_merged_under_the_names_and_shapes_of_the_base(folder, 
 
 def test_generation_runs_on_the_adapted_module(either):
     HFRollout(either.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])  # checks its decoding
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="a CPU without products in bfloat16")
+def test_layers_of_one_input_share_a_product_in_any_dtype(folder, monkeypatch):
+    smallest = dict.fromkeys((torch.float32, torch.bfloat16), 1)
+    monkeypatch.setattr(packed_linear, "_SMALLEST", smallest)
+    product, products = packed_linear.blocked_linear, []
+    monkeypatch.setattr(packed_linear, "blocked_linear", lambda *x: products.append(x) or product(*x))
+    ids, counts = torch.tensor([[3, 4, 5]]), []
+    for dtype in smallest:
+        model = lora.build(folder).module.hugging_face_model
+        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=dtype)
+        prompts = DataProto(sequence_columns(ids, torch.ones_like(ids)))
+        rollout.generate(prompts, SamplingParams(max_tokens=9, do_sample=False, ignore_eos=True))
+        counts.append(len(products))
+    assert counts[1] == 2 * counts[0]
 
 
 @pytest.mark.fast("policy-settings1", "value-settings0")

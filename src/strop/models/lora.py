@@ -325,6 +325,8 @@ def _adapted_layers(model: PreTrainedModel, settings: LoraSettings) -> dict[str,
                 "have adapters, without DoRA and biases, and routed experts cannot; name others, for "
                 f"example target_modules={ATTENTION}, or train it whole by modules_to_save"
             )
+        # all of a pass has one dtype; peft's cast would give layers of one input another each
+        layer.cast_input_dtype_enabled = False
         layers[name] = layer
     return layers
 
