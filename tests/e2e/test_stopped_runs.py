@@ -6,9 +6,11 @@ import functools
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,11 +20,14 @@ from strop.cli.main import main
 from strop.config.load import load_config
 from strop.controller.group import LocalWorkerGroup
 from strop.data.loader import SampledBatches
+from strop.errors import TrainingError
 from strop.trainer.build import build_trainer
 from strop.trainer.loop import Run
 from strop.trainer.ppo import PPO
 from strop.trainer.ray_trainer import ReinforcementRun
 from strop.trainer.supervised.base import SupervisedTrainer
+from strop.trainer.supervised.sft import SftTrainer
+from strop.trainer.validation import Validator
 from strop.workers.policy import ActorRolloutRefWorker
 
 import forked
@@ -191,6 +196,25 @@ def test_a_run_whose_reward_fails_saves_its_last_whole_iteration_and_goes_on_to_
     resumed = hashes(train(options)), metrics(run)
     straight = options_of(inputs, tmp_path / "straight", f"custom_reward_function.path={reward}")
     assert resumed == (hashes(train(straight)), metrics(tmp_path / "straight"))
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_an_error_of_a_validation_costs_no_update(inputs, tmp_path, monkeypatch, kind):
+    settings = "trainer.save_freq=-1", "trainer.test_freq=2", "trainer.val_before_train=false"
+    fails = mock.Mock(side_effect=TrainingError("no validation"))
+    if kind == "train":
+        monkeypatch.setattr(Validator, "report", fails)
+        run = partial(train, overrides(inputs, tmp_path / "run", *settings))
+    else:
+        monkeypatch.setattr(SftTrainer, "evaluate", fails)
+        tables = supervised_runs.make_inputs(tmp_path)
+        run = partial(
+            supervised_runs.train, kind, supervised_runs.overrides(tables, tmp_path / "run", *settings)
+        )
+    with pytest.raises(TrainingError, match="no validation"):
+        run()
+    assert saved_steps(tmp_path / "run") == [2]
+    verify(tmp_path / "run" / "global_step_2")
 
 
 @pytest.mark.slow

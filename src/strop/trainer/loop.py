@@ -236,7 +236,7 @@ class Run(ABC):
         self._whole = None
 
     def mark(self) -> None:
-        """Note the state after an iteration; the next one moves the loader and the KL coefficient."""
+        """Note the state after an update and after an iteration; the next moves loader and KL coefficient."""
         if self.settings.save_freq > 0 or self.checkpoints.save_minutes is not None:
             self._whole = {**self.state_dict(), "random": random_state()}
 

@@ -457,6 +457,7 @@ class ReinforcementRun(Run):
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
+        self.mark()  # models stay as they are: an error of the validation costs no update
         step = trainer.global_step
         if step == 1 and trainer.pipeline is not None and not trainer.pipeline.is_used:
             filters = trainer.config.algorithm.filter_groups.enable

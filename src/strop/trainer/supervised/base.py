@@ -292,6 +292,7 @@ class SupervisedRun(Run):
         tokens = trainer.count_tokens(batch)
         seconds = time.perf_counter() - started
         trainer.global_step += 1
+        self.mark()
         if self.is_due(self.settings.test_freq):
             metrics |= self.validate()
         if trainer.global_step == trainer.total_steps and "val/loss" not in metrics:
