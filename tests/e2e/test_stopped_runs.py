@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from strop import errors
 from strop.checkpoint.folder import latest_step, saved_steps, verify
@@ -21,6 +22,8 @@ from strop.config.load import load_config
 from strop.controller.group import LocalWorkerGroup
 from strop.data.loader import SampledBatches
 from strop.errors import TrainingError
+from strop.protocol import DataProto
+from strop.rewards.base import as_reward
 from strop.trainer.build import build_trainer
 from strop.trainer.loop import Run
 from strop.trainer.ppo import PPO
@@ -215,6 +218,26 @@ def test_an_error_of_a_validation_costs_no_update(inputs, tmp_path, monkeypatch,
         run()
     assert saved_steps(tmp_path / "run") == [2]
     verify(tmp_path / "run" / "global_step_2")
+
+
+def test_an_error_remains_the_cause_where_the_reward_of_samples_in_flight_fails(inputs, tmp_path):
+    def reward(batch: DataProto) -> torch.Tensor:
+        if batch.non_tensor_batch["uid"][0] != "1-0":
+            raise ValueError("of samples in flight")
+        return torch.ones(batch.batch["responses"].shape)
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        raise LookupError("of the program")
+
+    options = options_of(inputs, tmp_path / "run", *APART, "trainer.async_steps=1")
+    trainer = build_trainer(load_config(options))
+    try:
+        trainer.init_workers()
+        trainer.ppo.reward_fn = as_reward(reward)
+        with undrawn(), pytest.raises(LookupError, match="of the program"):
+            trainer.fit(on_step)
+    finally:
+        trainer.shutdown()
 
 
 @pytest.mark.slow

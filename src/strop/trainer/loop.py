@@ -260,7 +260,7 @@ class Run(ABC):
             limit = interrupt_after(HOLD_INTERRUPTS_S)  # a worker may hang in a call before the save
             try:
                 self._save_to_stop(whole["global_step"])
-            except (StropError, OSError, RuntimeError) as failure:  # what ended the run remains the cause
+            except Exception as failure:  # noqa: BLE001 - of a user's reward, too; the first remains the cause
                 if failure is not error:  # the rewards of samples in flight
                     logger.warning("warning: %s", failure)
             finally:
