@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strop.data.loader import PromptLoader, collate, one_pass
 from strop.data.prompt_table import source_of
-from strop.data.rl_dataset import RLHFDataset, create_rl_dataset
+from strop.data.rl_dataset import RLHFDataset, create_rl_dataset, data_sources_of
 from strop.errors import DataError
 from strop.prepare import prepare
 
@@ -247,3 +247,9 @@ def test_gsm8k_goes_from_jsonl_to_batches(real_data, tmp_path):
         assert tokenizer.decode(ids) == "".join(f"<user>{text}<assistant>" for text in texts)
         assert (batch.batch["input_ids"][:, -1] == tokenizer.convert_tokens_to_ids("<assistant>")).all()
     assert sizes == [500, 500, 319]
+
+
+def test_the_data_sources_of_a_data_set_of_the_user():
+    rows = [{"source": "a"}, {"source": "b"}]
+    assert data_sources_of(rows, "source") == {"a", "b"}
+    assert data_sources_of(rows, "data_source") == {"unnamed"}

@@ -418,11 +418,11 @@ def columns_of(dataset: RowDataset, row: int) -> dict[str, Any]:
     return dataset.columns(row) if isinstance(dataset, RLHFDataset) else dataset[row]
 
 
-def data_sources_of(dataset: RowDataset) -> set[str]:
-    """Return the data sources of a data set; one of the user may lack the method, but not the column."""
+def data_sources_of(dataset: RowDataset, reward_fn_key: str) -> set[str]:
+    """Return the data sources of a data set; one of the user may lack the method, and the column."""
     if hasattr(all_rows(dataset), "data_sources"):
         return dataset.data_sources()
-    return {dataset[row]["data_source"] for row in range(len(dataset))}
+    return {dataset[row].get(reward_fn_key, "unnamed") for row in range(len(dataset))}
 
 
 def all_rows(dataset: RowDataset) -> RowDataset:

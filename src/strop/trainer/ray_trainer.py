@@ -249,7 +249,8 @@ class RayPPOTrainer(VerlNames):
         if not self.config.reward_model.enable or self.val_loader is None:
             return False
         try:
-            self.val_reward_fn.require_scored(data_sources_of(self.val_loader.dataset))
+            sources = data_sources_of(self.val_loader.dataset, self.config.data.reward_fn_key)
+            self.val_reward_fn.require_scored(sources)
         except RewardError:
             return True
         return False
