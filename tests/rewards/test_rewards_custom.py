@@ -58,6 +58,7 @@ def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path):
     [
         "class Mine:\n    def __call__(self, response): return 4.0\nmine = Mine()\n",
         "import functools\n@functools.cache\ndef mine(response): return 4.0\n",
+        "from typing import NewType\nText = NewType('Text', str)\ndef mine(response): return 4.0\n",
     ],
 )
 def test_the_only_function_may_be_an_object_that_can_be_called(tmp_path: Path, code: str):

@@ -149,20 +149,21 @@ def _has_module(folder: Path, name: str) -> bool:
 def _find_function(module: ModuleType, path: str, name: str) -> tuple[str, Any]:
     """Return name and function; in the place of a missing ``compute_score`` the only public function.
 
-    An object that can be called counts as one, also that of ``functools.cache``; one that is imported does
-    not.
+    That of ``functools.cache`` is one. In a file without functions another object that can be called counts;
+    one that is imported does not.
     """
     found = vars(module).get(name)
     if found is not None:
         return name, found
-    own = [
-        known
+    objects = {
+        known: value
         for known, value in vars(module).items()
         if callable(value) and not inspect.isclass(value) and not known.startswith("_")
         if getattr(value, "__module__", None) == module.__name__
-    ]
+    }
+    own = [known for known in objects if inspect.isfunction(inspect.unwrap(objects[known]))] or [*objects]
     if name == _DEFAULT and len(own) == 1:
-        return own[0], vars(module)[own[0]]
+        return own[0], objects[own[0]]
     write = f"; write {KEY}.name={nearest(name, own) or own[0]}" if own else ""
     raise ConfigError(
         f"{KEY}.path={path}: no function {name}; it has {', '.join(own) or 'no functions'}{write}"
