@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -144,6 +145,31 @@ def test_a_reference_pass_that_is_stopped_goes_on_where_it_was(
     assert sum(passes) == 24
     now, whole = load_file(tmp_path / CACHE), load_file(inputs / "run" / CACHE)
     assert all(torch.equal(now[name], column) for name, column in whole.items())
+
+
+@pytest.mark.parametrize("place", ["val", "tracker"])
+def test_a_whole_reference_pass_is_kept_though_the_run_cannot_start(
+    inputs, tmp_path, passes, monkeypatch, place
+):
+    options = overrides(inputs, tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1")
+    evaluate = PreferenceWorker.evaluate_reference
+
+    def struck(self, batch):
+        if sum(passes) == 24:
+            raise KeyboardInterrupt
+        return evaluate(self, batch)
+
+    struck.__dict__.update(evaluate.__dict__)
+    with monkeypatch.context() as changed:
+        if place == "val":
+            changed.setattr(PreferenceWorker, "evaluate_reference", struck)
+        else:  # no login
+            changed.setattr("strop.trainer.loop.Tracking", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train("dpo", options)
+    passes.clear()
+    train("dpo", options)
+    assert sum(passes) == (10 if place == "val" else 0)
 
 
 @pytest.mark.fast("flipped")

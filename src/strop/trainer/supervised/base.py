@@ -177,7 +177,10 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         """Compute what the run needs of the model as it was loaded, before a checkpoint is."""
 
     def keep(self, folder: Path) -> None:
-        """Write into the run folder what ``prepare`` has computed."""
+        """Write into the run folder what ``prepare`` has computed, for a resume."""
+
+    def keep_stopped(self, folder: Path) -> None:
+        """Write what ``prepare`` has computed before the run could start: it may have taken hours."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's part of a checkpoint."""
@@ -271,8 +274,13 @@ class SupervisedRun(Run):
         super().__init__(trainer)
 
     def start(self) -> None:
-        self.trainer.prepare(self.folder.path)  # before a checkpoint replaces the model as it was loaded
-        super().start()
+        try:
+            self.trainer.prepare(self.folder.path)  # before a checkpoint replaces the model as it was loaded
+            super().start()
+        except BaseException:
+            if not self.settings.val_only:
+                self.trainer.keep_stopped(self.folder.path)
+            raise
         if not self.settings.val_only:
             self.trainer.keep(self.folder.path)
 

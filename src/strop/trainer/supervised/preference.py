@@ -49,6 +49,8 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         self._loss = preference_loss(config.update)
         super().__init__(config, tokenizer, **where)
         self._references: dict[str, Reference] = {}
+        self._continued: list[str] = []
+        """Those that are not of an earlier run in the run folder."""
         self._reference_model: str | None = None
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
@@ -66,27 +68,22 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         self._reference_model = hashlib.sha256(f"{weights} {settings}".encode()).hexdigest()
         for name, loader in {"train": self.train_loader, "val": self.val_loader}.items():
             if loader is not None:
-                self._references[name] = self._reference(name, loader, folder / FOLDER)
+                self._find_reference(name, loader, folder / f"{FOLDER}/{name}.safetensors")
 
-    def _reference(self, name: str, loader: PromptLoader, folder: Path) -> Reference:
-        """Return the reference's log-probs of a data set, and give them to its rows."""
+    def _find_reference(self, name: str, loader: PromptLoader, file: Path) -> None:
+        """Compute or read the reference's log-probs of a data set, and give them to its rows."""
         dataset: Any = loader.dataset
         identity = {"model": self._reference_model or "", "rows": rows_hash(dataset)}
-        found, file, mode = None, folder / f"{name}.safetensors", self.config.trainer.resume_mode
-        if mode == "auto":  # otherwise these are of a run that is not continued
+        found = None
+        if self.config.trainer.resume_mode == "auto":  # otherwise these are of a run that is not continued
             found = load(file, **identity)
-
-        def keep(part: Reference) -> None:
-            if mode == "auto" and (found is not None or not file.exists()):  # else of an earlier run
-                with contextlib.suppress(OSError):
-                    part.save(file)
-                    logger.info("reference log-probs (%s): those computed so far are in %s", name, file)
-
+            if found is not None or not file.exists():
+                self._continued.append(name)
+        unknown = {name: torch.full((len(dataset),), torch.nan) for name in REFERENCE_INPUTS}
+        reference = self._references[name] = found or Reference(columns=unknown, **identity)
         needed = range(len(dataset)) if loader is self.val_loader else self.rows_of_the_run()
         started = time.perf_counter()
-        reference, computed = complete(
-            found, dataset, needed, lambda rows: self._infer(Subset(dataset, rows)), **identity, keep=keep
-        )
+        computed = complete(reference, needed, lambda rows: self._infer(Subset(dataset, rows)))
         logger.info(
             "reference log-probs (%s): %d pairs computed in %.0f s, the others as before in this run folder"
             if found is not None
@@ -96,7 +93,6 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
             time.perf_counter() - started,
         )
         dataset.columns |= reference.columns
-        return reference
 
     def _infer(self, dataset: Any) -> Iterator[dict[str, Tensor]]:
         """Yield ``REFERENCE_INPUTS`` of all rows by the reference, batch by batch."""
@@ -110,9 +106,17 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
                 logger.info("reference log-probs: %d of %d pairs", done, len(dataset))
 
     def keep(self, folder: Path) -> None:
-        """Write the reference's log-probs into the run folder, for a resume."""
         for name, reference in self._references.items():
             reference.save(folder / FOLDER / f"{name}.safetensors")
+
+    def keep_stopped(self, folder: Path) -> None:
+        """Write the log-probs that are computed so far, but not over those of an earlier run."""
+        for name in self._continued:
+            if self._references[name].columns[REFERENCE_INPUTS[0]].isfinite().any():
+                file = folder / f"{FOLDER}/{name}.safetensors"
+                with contextlib.suppress(OSError):
+                    self._references[name].save(file)
+                    logger.info("reference log-probs (%s): those computed so far are in %s", name, file)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hash of the reference model."""

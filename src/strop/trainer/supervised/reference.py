@@ -80,37 +80,20 @@ def _digest(columns: dict[str, Tensor]) -> str:
 
 
 def complete(
-    reference: Reference | None,
-    dataset: AnsweredDataset,
-    needed: Iterable[int],
-    infer: Callable[[Sequence[int]], Iterable[dict[str, Tensor]]],
-    *,
-    model: str,
-    rows: str,
-    keep: Callable[[Reference], None],
-) -> tuple[Reference, int]:
-    """Return the log-probs of at least the ``needed`` rows, and the number of rows that were computed.
+    reference: Reference, needed: Iterable[int], infer: Callable[[Sequence[int]], Iterable[dict[str, Tensor]]]
+) -> int:
+    """Compute the log-probs of the ``needed`` rows that are not known, in place; return their number.
 
-    ``infer`` yields ``REFERENCE_INPUTS`` of some rows, batch by batch in their order. If it raises, as for an
-    interrupt, ``keep`` is called with those that are computed: a pass over all rows may take hours.
+    ``infer`` yields ``REFERENCE_INPUTS`` of some rows, batch by batch in their order.
     """
-    columns = {name: torch.full((len(dataset),), torch.nan) for name in REFERENCE_INPUTS}
-    if reference is not None:
-        columns = reference.columns
-    known_N = torch.stack(list(columns.values())).isfinite().all(dim=0)
-    missing = [row for row in sorted(set(needed)) if not known_N[row]]
-    found, done = Reference(model, rows, columns), 0
-    try:
-        for figures in infer(missing) if missing else ():
-            part = missing[done : done + len(next(iter(figures.values())))]
-            for name, figure in figures.items():
-                columns[name][part] = figure.float()
-            done += len(part)
-    except BaseException:
-        if done:
-            keep(found)
-        raise
-    return found, done
+    known_N = torch.stack([*reference.columns.values()]).isfinite().all(dim=0)
+    missing, done = [row for row in sorted(set(needed)) if not known_N[row]], 0
+    for figures in infer(missing) if missing else ():
+        part = missing[done : done + len(next(iter(figures.values())))]
+        for name, figure in figures.items():
+            reference.columns[name][part] = figure.float()
+        done += len(part)
+    return done
 
 
 def rows_hash(dataset: AnsweredDataset) -> str:
