@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,9 @@ _BODY_S = 60.0
 """Seconds in which a body has to arrive."""
 _CLOSE_S = 10.0
 _FINAL = {"x-should-retry": "false"}
+
+
+_Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Reply(NamedTuple):
@@ -70,9 +73,9 @@ class Server:
     async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=_LARGEST_BODY)
         before = "/s/{key}" if self._key_in_path else ""
-        app.router.add_post(f"{before}/v1/chat/completions", self._complete)
-        app.router.add_get(f"{before}/v1/models", self._models)
-        app.router.add_get(f"{before}/v1/models/{{name:.+}}", self._model)
+        app.router.add_post(f"{before}/v1/chat/completions", self._with_token(self._complete))
+        app.router.add_get(f"{before}/v1/models", self._with_token(self._models))
+        app.router.add_get(f"{before}/v1/models/{{name:.+}}", self._with_token(self._model))
         app.router.add_route("*", "/{path:.*}", _unknown)
         # a handler is cancelled when its client is gone
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -85,39 +88,37 @@ class Server:
         if (ending := self._closing()) is not None and wait:
             ending.result(_CLOSE_S)
 
-    def _require_token(self, request: web.Request) -> None:
-        given = [bearer(request.headers.get("Authorization", ""))]
-        if not self._key_in_path and (refused := self._address.refusal(request.host, given)):
-            raise Refusal(*refused)
+    def _with_token(self, answer: _Answer) -> _Answer:
+        """Return a function that calls ``answer`` for requests with the token, and answers a ``Refusal``."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            given = [bearer(request.headers.get("Authorization", ""))]
+            try:
+                if not self._key_in_path and (refused := self._address.refusal(request.host, given)):
+                    raise Refusal(*refused)
+                return await answer(request)
+            except Refusal as refusal:
+                return _refused(refusal.status, str(refusal))
+
+        return handle
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        try:
-            self._require_token(request)
-        except Refusal as refusal:
-            return _refused(refusal.status, str(refusal))
         models = [_model_named(name) for name in self._handler.models()]
         return web.json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        try:
-            self._require_token(request)
-        except Refusal as refusal:
-            return _refused(refusal.status, str(refusal))
         name, names = request.match_info["name"], self._handler.models()
         if name not in names:
-            return _refused(404, f"there is no model {name[:80]!r}; the models are {', '.join(names)}")
+            raise Refusal(404, f"there is no model {name[:80]!r}; the models are {', '.join(names)}")
         return web.json_response(_model_named(name))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
-            self._require_token(request)
             body = await _body_of(request)
             sent = request.headers.get("x-stainless-retry-count", "")  # by OpenAI's clients
             retry, mark = int(sent) if sent.isdecimal() else None, request.headers.get("Idempotency-Key")
             reply = await self._handler.answer(request.match_info.get("key", ""), body, retry, mark)
-        except Refusal as refusal:
-            return _refused(refusal.status, str(refusal))
-        except asyncio.CancelledError:
+        except (Refusal, asyncio.CancelledError):
             raise
         except RecursionError:
             return _refused(400, "arguments of calls are nested too deep")

@@ -132,30 +132,21 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
         )
 
 
-def changed_samples(
-    before: Mapping[str, Any] | None, now: Mapping[str, Any], config: RootConfig
-) -> list[Change]:
+def changed_samples(before: Mapping[str, Any], now: Mapping[str, Any], config: RootConfig) -> list[Change]:
     """Return the changes since the record ``before`` that samples in flight cannot be used with."""
-    if before is None or before["kind"] != now["kind"]:
-        return []
     found = _changes(before, now, type(config))
     others = _trains_something_else(found, before, now, config)
     return [change for change in found if change in others or change.key in _OF_SAMPLES]
 
 
-def without_effect(
-    before: Mapping[str, Any] | None, now: Mapping[str, Any], config: RootConfig
-) -> list[Change]:
+def without_effect(before: Mapping[str, Any], now: Mapping[str, Any], config: RootConfig) -> list[Change]:
     """Return the written changes since the record ``before`` of a finished run that more training would need.
 
     Keys of ``trainer`` are left out: they say where and how often to write, and for how long to train.
     """
-    if before is None or before["kind"] != now["kind"]:
-        return []
-    found = _changes(before, now, type(config))
     return [
         change
-        for change in found
+        for change in _changes(before, now, type(config))
         if change.key in (config.written or ())
         and not change.key.startswith("trainer.")
         and _has_another_meaning(change, before, now)
@@ -197,7 +188,12 @@ def _recorded(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[RootConfig]) -> list[Change]:
-    """Return the keys that differ, also those whose files were changed in their place."""
+    """Return the keys that differ, also those whose files were changed in their place.
+
+    None since a record of another kind of run, or an empty one.
+    """
+    if before.get("kind") != now["kind"]:
+        return []
     found = list(changes(before["config"], now["config"], schema))
     keys, tree = {change.key for change in found}, tree_of(schema)
     found = [change for change in found if tree.followed_by(change.key) not in keys]

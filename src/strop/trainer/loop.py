@@ -151,7 +151,7 @@ class Run(ABC):
         state = self.checkpoints.load(checkpoint, trainer.groups)
         with reading_state_of(checkpoint):
             self.load_state_dict(state)
-        record = state.get(RECORD)
+        record = state.get(RECORD, {})
         if trainer.global_step < trainer.total_steps or self.settings.val_only:
             return
         state = f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}"

@@ -546,4 +546,4 @@ class ReinforcementRun(Run):
         trainer.weights.version = trainer.global_step if trainer.ppo.trains_actor(trainer.global_step) else 0
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
         self.best = BestValidation(state["best_score"], state.get("best_step"))
-        self._changed_samples = changed_samples(state.get(RECORD), self.record, trainer.config)
+        self._changed_samples = changed_samples(state.get(RECORD, {}), self.record, trainer.config)
