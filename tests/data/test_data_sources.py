@@ -22,7 +22,7 @@ from strop.data.prompt_table import read_prompt_table, require_columns, with_gro
 from strop.data.prompts import PromptFormat, encode_prompts
 from strop.data.records import to_rows
 from strop.data.rl_dataset import RLHFDataset
-from strop.data.sources import Rows, iterate, read_table
+from strop.data.sources import Rows, iterate, read_records, read_table
 from strop.errors import DataError, ModelError
 from strop.prepare import prepare
 
@@ -240,6 +240,8 @@ def test_two_columns_of_one_name_are_named_in_formats_that_may_have_them(tmp_pat
     for source in (file, Rows("table", twice)):
         with pytest.raises(DataError, match=naming(source, "two columns", "'prompt'")):
             read_table(source)
+    with pytest.raises(DataError, match=naming(file, "two columns", "'prompt'")):
+        list(read_records(file))
     config = load_config([f"data.train_files={file}", "actor_rollout_ref.model.path=model"])
     assert [str(error) for error in outline(config).errors] == [Message("twice.parquet", "two columns")]
 

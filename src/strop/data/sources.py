@@ -114,7 +114,9 @@ def read_records(path: Path, texts: Collection[str] = ()) -> Iterator[dict[str, 
             with _reading_text(name, path):
                 batches: Iterable[pa.RecordBatch] = _csv_table(name, path, texts).to_batches(CHUNK_ROWS)
         else:
-            batches = pq.ParquetFile(path, page_checksum_verification=True).iter_batches()
+            file = pq.ParquetFile(path, page_checksum_verification=True)
+            require_own_names(name, file.schema_arrow.names)
+            batches = file.iter_batches()
         first_row = 0
         for batch in batches:
             table = pa.Table.from_batches([batch])
