@@ -126,6 +126,8 @@ def test_functions_of_a_program_have_other_digests_than_in_version_0_1_0(options
     assert mentions(caplog.text, "changed since", "custom_reward_function.path", "0123abcd", "89ef4567")
     with pytest.raises(ConfigError, match=naming("trains something else", "reward_model.parts")):
         require_same_run(saved, load_config([*given("89ef4567"), "+reward_model.parts.own.weight=0.5"]))
+    with pytest.raises(ConfigError, match=naming("trains something else", "custom_reward_function.path")):
+        require_same_run(saved, load_config(given("89ef4567", name="another")))
     now = checkpoint(given("0123abcd"))
     with pytest.raises(ConfigError, match=naming("trains something else", "custom_reward_function.path")):
         require_same_run(now, load_config(given("89ef4567")))

@@ -45,7 +45,7 @@ _OF_SAMPLES = (
 """Keys that samples in flight depend on, besides those that decide what is trained."""
 _MODULES = "modules"
 """Is in records of version 0.1.0."""
-_FUNCTION = re.compile(r"function:\w+-[0-9a-f]{8}")
+_DIGEST = re.compile(r"(?<=function:)(\w+)-[0-9a-f]{8}")
 _WHOLE = 64 << 20  # bytes; of a longer file blocks are read, which takes no longer with a larger model
 _BLOCKS, _BLOCK = 64, 64 << 10
 _OF_A_MODEL = re.compile(
@@ -224,6 +224,6 @@ def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _same_functions(change: Change, before: Mapping[str, Any]) -> bool:
-    """Return True if only functions of a program may differ since 0.1.0, which had other digests of them."""
-    old, new = (_FUNCTION.sub("", repr(value)) for value in (change.before, change.now))
+    """Return True if functions have one name since 0.1.0, which had other digests of those of a program."""
+    old, new = (_DIGEST.sub(r"\1", repr(value)) for value in (change.before, change.now))
     return _MODULES in before and old == new
