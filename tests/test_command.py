@@ -6,6 +6,7 @@ import pytest
 from small_disk import no_room
 
 from strop.cli.run import run_command
+from strop.errors import ConfigError
 from strop.files import atomic_path
 
 
@@ -46,3 +47,13 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, capsys):
     assert line.startswith("OSError: ")
     assert f"No space left on device: '{tmp_path / 'table.parquet'}'" in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [ConfigError("a", "b"), OSError(5, "I/O", "file"), MemoryError("all")])
+def test_what_is_saved_is_the_last_line(capsys, error):
+    def stopped() -> int:
+        error.add_note("stopped at step 2, saved")
+        raise error
+
+    assert run_command(stopped, debug=False) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped at step 2, saved"

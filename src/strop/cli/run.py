@@ -56,21 +56,21 @@ def _stopped(received: list[int], error: BaseException) -> int:
 
 def _failed(error: Exception) -> int:
     """Report an error that has a message for the user; raise any other."""
-    if isinstance(error, StropError):
-        for one in error.errors if isinstance(error, SeveralErrors) else [error]:
-            for problem in problems_of(one):
-                sys.stderr.write(printable(f"{type(one).__name__}: {problem}") + "\n")
-        sys.stderr.writelines(printable(note) + "\n" for note in getattr(error, "__notes__", []))
-        return 2
     message = write_failure(error) if isinstance(error, OSError) else str(error)
-    text = printable(f"{type(error).__name__}: {message}")
-    if isinstance(error, OSError) and (error.filename is not None or "the disk is full" in message):
-        sys.stderr.write(f"{text}\n")
-        return 2
-    if isinstance(error, MemoryError | RuntimeError) and _NO_MEMORY.search(text):
-        sys.stderr.write(
-            f"out of memory: {printable(next(iter(str(error).splitlines()), ''))}\nLower batch sizes or "
-            "lengths: strop check forecasts the memory of a run, and --debug shows where it ended\n"
-        )
-        return 2
-    raise error  # a broken pipe or a child process, too: another path would not help
+    text = f"{type(error).__name__}: {message}"
+    if isinstance(error, StropError):
+        errors = error.errors if isinstance(error, SeveralErrors) else [error]
+        lines = [f"{type(one).__name__}: {problem}" for one in errors for problem in problems_of(one)]
+    elif isinstance(error, OSError) and (error.filename is not None or "the disk is full" in message):
+        lines = [text]
+    elif isinstance(error, MemoryError | RuntimeError) and _NO_MEMORY.search(text):
+        lines = [
+            f"out of memory: {next(iter(message.splitlines()), '')}",
+            "Lower batch sizes or lengths: strop check forecasts the memory of a run, and --debug shows "
+            "where it ended",
+        ]
+    else:
+        raise error  # a broken pipe or a child process, too: another path would not help
+    lines += getattr(error, "__notes__", [])
+    sys.stderr.writelines(printable(line) + "\n" for line in lines)
+    return 2
