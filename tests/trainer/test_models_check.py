@@ -104,6 +104,8 @@ def test_files_that_transformers_does_not_read_may_be_missing(inputs, refusal, t
     (model / "consolidated.safetensors").write_text(_POINTER)  # git lfs pull --include 'model*'
     assert refusal(f"actor_rollout_ref.model.path={model}") == ""
     AutoModelForCausalLM.from_pretrained(model)
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert read_model_facts(str(model)) == read_model_facts(str(inputs / "model"))
 
 
 def test_a_critic_with_another_vocabulary(inputs, refusal):

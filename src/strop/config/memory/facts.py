@@ -66,7 +66,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
         if not (folder / "config.json").is_file():
             (file,) = gguf_files(folder)
             return _gguf_facts(file, file.stat().st_mtime)
-        files = list(folder.glob("*.safetensors"))
+        files = [file for file in _weight_files(folder) if file.is_file()]
         parameters = sum(count_parameters(file) for file in files) or None
         facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
         experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
@@ -75,6 +75,18 @@ def read_model_facts(path: str) -> ModelFacts | None:
         return None
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads: the one of the whole model, else an index's.
+
+    An index of an earlier save may be left beside the one; a repository may have consolidated.safetensors.
+    """
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    named = read_json(folder / _INDEX).get("weight_map")
+    return [folder / name for name in sorted({*map(str, named.values())})] if isinstance(named, dict) else []
+
+
+_INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 
 
@@ -86,25 +98,20 @@ def fault_of_weights(path: str) -> str | None:
     folder = Path(expand(path))
     if not (folder / "config.json").is_file():
         return None
-    # transformers reads an index only without the one file, beside which one of an earlier save may lie
-    index = "model.safetensors.index.json"
-    named = read_json(folder / index).get("weight_map")
-    files = {*map(str, named.values())} if isinstance(named, dict) else set()
-    if (folder / "model.safetensors").is_file():
-        files = {"model.safetensors"}
+    files = _weight_files(folder)
     any_kind = ("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.pt*")
     if not files and not any(any(folder.glob(pattern)) for pattern in any_kind):
         return "there is config.json, and no weights (model.safetensors)"
-    for name in sorted(files):
-        if not (file := folder / name).is_file():
-            return f"{name} is missing, which {index} names"
+    for file in files:
+        if not file.is_file():
+            return f"{file.name} is missing, which {_INDEX} names"
         try:
             count_parameters(file)
         except Exception as error:  # noqa: BLE001 - of the package, or of the system
             with file.open("rb") as content:
                 if content.read(len(_POINTER)) == _POINTER:
-                    return f"{name} is a pointer of git-lfs, without its content: run git lfs pull there"
-            return f"{name} cannot be read: {error}; it may be a part of the file alone"
+                    return f"{file.name} is a pointer of git-lfs, without its content: run git lfs pull there"
+            return f"{file.name} cannot be read: {error}; it may be a part of the file alone"
     return None
 
 
@@ -114,8 +121,8 @@ def trained_whole(path: str, end: str) -> dict[str, int] | None:
     Known are local safetensors files, but for models whose files have other names than their modules
     (experts). A file without an output layer has an embedding that is tied to it.
     """
-    facts, sizes, files = read_model_facts(path), {}, list(_folder_of(path).glob("*.safetensors"))
-    if facts is None or not files or facts.experts:
+    facts, sizes, files = read_model_facts(path), {}, _weight_files(_folder_of(path))
+    if facts is None or facts.experts or not files or not all(file.is_file() for file in files):
         return None
     for file in files:
         with safe_open(file, framework="numpy") as tensors:
