@@ -139,6 +139,12 @@ def without_else(response, answer):
     if response == answer:
         return 1.0
 
+def penalty(response, answer):
+    return 0.0 if answer in response[:99] + response[0] else -1.0
+
+def first(response, answer):
+    return float(response[0] == answer)
+
 def distance(response, number):
     return -abs((int(response) if response else 99) - number)
 """
@@ -183,6 +189,20 @@ def test_a_function_that_fails_is_named_and_not_what_follows_from_it(inputs, tmp
     assert mentions(doubt, "fails for the response", SENTENCE, "the score is None")
     assert "whole texts" not in doubt
     assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("name", "doubt"), [("penalty", ()), ("first", ("whole texts", "as a wrong answer"))]
+)
+def test_a_function_that_fails_for_an_empty_text_is_compared_with_a_wrong_answer(
+    inputs, tmp_path, name, doubt
+):
+    warnings, _, _ = check_custom(inputs, tmp_path, name, False)
+    (line,) = (line for line in warnings if f"name={name}" in line)
+    assert mentions(line, "fails for the response ''", *doubt)
+    assert "as an empty text" not in line
+    assert "expected more" not in line
+    assert ("besides" in line) == bool(doubt)
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,17 @@ def example_of(
     if failed and not example.always_fails:
         text = f"{failed[0].response!r:.80}, {failed[0].in_words()}"
         doubts.append(f"{where} fails for the response {text}; {_EXPECTED}")
-    if not (right.outcome.error or right.outcome.score is None) and is_taken and is_judged:
-        if right.value <= empty.value:
-            doubts.append(_without_score(functions[0], prompts, tried, answers, empty))
-        elif sentence is not None and not sentence.outcome.error and sentence.value <= empty.value:
+    # a text that fails has no score to compare with
+    useless = next((one for one in (empty, *example.tried[3:]) if not one.outcome.error), None)
+    is_scored = not (right.outcome.error or right.outcome.score is None) and useless is not None
+    if is_scored and is_taken and is_judged:
+        if right.value <= useless.value:
+            doubts.append(_without_score(functions[0], prompts, tried, answers, useless))
+        elif sentence is not None and not sentence.outcome.error and sentence.value <= useless.value:
             found = "response" if isinstance(number, str) else "re.findall(r'\\d+', response)"
             doubts.append(
                 f"{where} compares whole texts: {right.response!r} scores {right.in_words()}, "
-                f"{sentence.response!r} {sentence.in_words()}, as an empty text. Chat models answer in "
+                f"{sentence.response!r} {sentence.in_words()}, as {useless.what}. Chat models answer in "
                 "sentences, and learn nothing from equal scores: look for the answer in the response, as in "
                 f"float(answer in {found}), or ask for the answer alone in the prompt"
             )
@@ -111,18 +114,18 @@ def _without_score(
     prompts: DataProto,
     tried: Callable[..., Tried],
     answers: Sequence[tuple[str, str]],
-    empty: Tried,
+    useless: Tried,
 ) -> str:
-    """Return a warning that no right answer scores more than an empty text, and the reason."""
+    """Return a warning that no right answer scores more than a ``useless`` text, and the reason."""
     found = ", ".join(f"{what} scores {tried(what, answer).in_words()}" for what, answer in answers)
     reasons = ["a function may expect more than the bare answer, such as a tag around it"]
     for what, answer in answers:
-        if tried(what, answer, _as_text).value > empty.value:
+        if tried(what, answer, _as_text).value > useless.value:
             columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
             reasons = [f"it scores more as text: {remark}" for remark in function.numbers(columns)]
-        elif tried(what, answer, _as_number).value > empty.value:
+        elif tried(what, answer, _as_number).value > useless.value:
             reasons = [f"{what} is text, and scores more as a number: compare numbers, as float(...)"]
-    found = f"{found}, and an empty text {empty.in_words()}"
+    found = f"{found}, and {useless.what} {useless.in_words()}"
     return f"{function.where}: {found}; expected more for a right answer: {'; '.join(reasons)}"
 
 
