@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from strop.errors import DataError, TrainingError
 from strop.tracking.base import RunInfo
 from strop.tracking.jsonl import JsonlTracker, read_metrics
+from strop.trainer.run_folder import RunFolder
 
 from messages import naming
 
@@ -91,6 +92,7 @@ def test_a_resume_drops_rubbish_in_the_middle_with_a_warning(tmp_path, caplog):
     path.write_bytes(first + b"\0\0\0\n" + second)
     with pytest.raises(DataError, match=naming("line 2")):
         read_metrics(path)
+    assert RunFolder(tmp_path).last_logged_step() == 2  # from which a validation of the run goes on
     log_steps(tmp_path, 3, start_step=2)
     assert steps_in(path) == [1, 2, 3]
     assert "line 2" in caplog.text

@@ -90,6 +90,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def last_step(path: Path) -> int:
+    """Return the last step in a ``metrics.jsonl``, also in a damaged one; 0 when nothing is logged."""
+    lines = _read_lines(path) if path.exists() else []
+    return max((record["step"] for _, record in lines if record is not None), default=0)
+
+
 def trim_metrics(path: Path, *, last_step: int) -> None:
     """Keep the whole lines of steps up to ``last_step``; the file is replaced atomically."""
     lines = _read_lines(path)

@@ -30,10 +30,10 @@ from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import settled
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, DataError, RunFolderError, write_failure
+from strop.errors import CheckpointError, ConfigError, RunFolderError, write_failure
 from strop.files import atomic_write_text
 from strop.tracking.curves import CURVES_FILE
-from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.jsonl import METRICS_FILE, last_step
 from strop.tracking.machine import MACHINE_FILE
 from strop.tracking.samples import step_file, steps_with_file
 from strop.tracking.thumbnails import PICTURES
@@ -117,11 +117,8 @@ class RunFolder:
         return step_file(self.path / "validation", step)
 
     def last_logged_step(self) -> int:
-        """Return the last step in ``metrics.jsonl``; 0 when nothing is logged, or the file is damaged."""
-        path = self.path / METRICS_FILE
-        with contextlib.suppress(DataError):
-            return max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
-        return 0
+        """Return the last step in ``metrics.jsonl``; 0 when nothing is logged."""
+        return last_step(self.path / METRICS_FILE)
 
     @property
     def final_model(self) -> Path:
