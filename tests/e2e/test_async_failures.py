@@ -17,7 +17,7 @@ from small_disk import no_room
 from test_async_steps import SETTINGS, slow
 
 from strop import ActorRolloutRefWorker
-from strop.checkpoint.folder import verify
+from strop.checkpoint.folder import saved_steps, verify
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
 from strop.rewards.worker.pool import RewardProcess
@@ -133,9 +133,9 @@ def test_an_interrupt_completes_the_checkpoint_whose_samples_are_in_flight(
     assert (hashes(train(options)), metrics(tmp_path)) == undisturbed(steps)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_a_generation_that_fails_is_named_though_a_checkpoint_waits_for_it(
-    inputs, tmp_path, monkeypatch, steps
+@pytest.mark.parametrize(("steps", "save_freq"), [(1, 1), (1, -1), (4, 1), (4, -1)])
+def test_a_generation_that_fails_is_named_and_costs_no_iteration(
+    inputs, tmp_path, monkeypatch, steps, save_freq
 ):
     generate = ActorRolloutRefWorker.generate_sequences
 
@@ -146,8 +146,15 @@ def test_a_generation_that_fails_is_named_though_a_checkpoint_waits_for_it(
         return generate(self, prompts, *args, **kwargs)
 
     monkeypatch.setattr(ActorRolloutRefWorker, "generate_sequences", generated)
+    options = options_of(inputs, tmp_path, steps, f"trainer.save_freq={save_freq}")
     with pytest.raises(ConnectionError, match=r"^no engine$"):
-        train(options_of(inputs, tmp_path, steps))
+        train(options)
+    latest = saved_steps(tmp_path)[-1]
+    assert latest == metrics(tmp_path)[-1]["step"]
+    assert not (tmp_path / f"global_step_{latest}" / "in_flight").exists()
+    monkeypatch.setattr(ActorRolloutRefWorker, "generate_sequences", generate)
+    train(options)
+    assert metrics(tmp_path)[-1]["step"] == 5
 
 
 def train_on_a_full_disk(options: list[str], file: str) -> None:

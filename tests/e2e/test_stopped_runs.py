@@ -238,6 +238,7 @@ def test_an_error_remains_the_cause_where_the_reward_of_samples_in_flight_fails(
             trainer.fit(on_step)
     finally:
         trainer.shutdown()
+    assert saved_steps(tmp_path / "run") == [1]
 
 
 @pytest.mark.slow

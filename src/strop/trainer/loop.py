@@ -231,9 +231,13 @@ class Run(ABC):
 
     def begin_update(self) -> None:
         """Let an interrupt wait from now on until the iteration is whole: models change."""
+        self.hold_interrupts()
+        self._whole = None
+
+    def hold_interrupts(self) -> None:
+        """Let an interrupt wait from now on until the iteration is whole."""
         assert self._interrupts is not None
         self._interrupts.begin()
-        self._whole = None
 
     def mark(self) -> None:
         """Note the state after an update and after an iteration; the next moves loader and KL coefficient."""
@@ -260,9 +264,8 @@ class Run(ABC):
             limit = interrupt_after(HOLD_INTERRUPTS_S)  # a worker may hang in a call before the save
             try:
                 self._save_to_stop(whole["global_step"])
-            except Exception as failure:  # noqa: BLE001 - of a user's reward, too; the first remains the cause
-                if failure is not error:  # the rewards of samples in flight
-                    logger.warning("warning: %s", failure)
+            except Exception as failure:  # noqa: BLE001 - of a user's sampler, too; the first is the cause
+                logger.warning("warning: %s", failure)
             finally:
                 limit.cancel()
             raise

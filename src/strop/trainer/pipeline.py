@@ -16,19 +16,23 @@ complete only later: the checkpoint is whole then, and until then the one before
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shutil
 from collections import ChainMap, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from strop.checkpoint.store import IN_FLIGHT, awaiting
+from strop.checkpoint.store import IN_FLIGHT, AwaitedError, awaiting
 from strop.columns import REWARD_TEXT
 from strop.config.roles import Schedule
 from strop.controller.group import Future
 from strop.data.loader import PromptLoader
+from strop.errors import WorkerError, is_interrupt
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rollout.in_flight import packed_files, unpacked_files
@@ -37,6 +41,8 @@ from strop.trainer.group_filter import GroupFilter
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.ppo import PPO, Generation
 from strop.trainer.scores import Samples
+
+logger = logging.getLogger(__name__)
 
 KEPT = "kept.pt"
 """File of samples that passed the filter of groups and that no iteration has used."""
@@ -84,7 +90,7 @@ class LatePart:
 
     def save_is_done(self) -> bool:
         """Return True if ``finish_save`` will not wait."""
-        with awaiting():
+        with self._left_out_if_they_fail():
             if not all(batch.is_scored(self._ppo) for batch in self._batches):
                 return False
         self.cut()
@@ -93,14 +99,35 @@ class LatePart:
     def finish_save(self) -> None:
         """Wait for the batches, and write them."""
         self.cut()
-        for batch in self._batches:
-            crash_point("in_flight", batch.number)
-            with awaiting():
-                scored = batch.samples(self._ppo, timer=PhaseTimer()).scored()  # not the learner's wait
-            _save(scored, self._folder / f"batch_{batch.number}.pt")
+        scored: list[tuple[int, DataProto]] = []
+        with self._left_out_if_they_fail():
+            for batch in self._batches:
+                samples = batch.samples(self._ppo, timer=PhaseTimer())  # not the learner's wait
+                scored.append((batch.number, samples.scored()))
+        for number, samples in scored if self._batches else ():
+            crash_point("in_flight", number)
+            _save(samples, self._folder / f"batch_{number}.pt")
         if self._tail is not None:
             self._tail.get()
             self._tail, self._with_tail = None, False  # idempotent: an interrupted save calls this again
+
+    @contextlib.contextmanager
+    def _left_out_if_they_fail(self) -> Generator[None]:
+        """Leave all samples out if an error of a batch, as of its reward, ends the body.
+
+        The models are whole, and the same error ends the run. A resume generates the samples again.
+        """
+        try:
+            with awaiting():
+                yield
+        except AwaitedError as error:
+            if isinstance(error.__cause__, WorkerError) or is_interrupt(error):
+                raise  # a restart resumes from the checkpoint before, with the same samples
+            logger.warning("warning: a checkpoint is saved without its samples in flight, as one fails")
+            if self._tail is not None:
+                self._tail.get()
+            self._batches, self._tail, self._with_tail = [], None, False
+            shutil.rmtree(self._folder)
 
 
 class _Mark(NamedTuple):

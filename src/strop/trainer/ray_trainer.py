@@ -391,6 +391,8 @@ class ReinforcementRun(Run):
         self.best = BestValidation()
         self.has_validated = False
         self._changed_samples: list[Change] = []
+        self._has_in_flight = False
+        """True if ``trainer.pipeline`` has what was in flight after the last iteration."""
 
     def fit(self, on_step: OnStep | None = None) -> None:
         try:
@@ -432,6 +434,7 @@ class ReinforcementRun(Run):
         super().mark()
         if self.trainer.pipeline is not None:
             self.trainer.pipeline.mark()
+            self._has_in_flight = True
 
     def save(self, *, by_time: bool, stopping: bool = False) -> None:
         rollout = self.trainer.rollout
@@ -446,15 +449,18 @@ class ReinforcementRun(Run):
     @property
     def late_part(self) -> Callable[[Path], LatePart | None] | None:
         """Samples in flight are a part of the checkpoint."""
-        return None if self.trainer.pipeline is None else self.trainer.pipeline.save
+        pipeline = self.trainer.pipeline
+        return pipeline.save if pipeline is not None and self._has_in_flight else None
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """Run one iteration of PPO, log samples and validate; return all metrics."""
         trainer, settings = self.trainer, self.settings
-        own_step = type(trainer).step is not RayPPOTrainer.step  # what changes when is not known
-        if own_step or (trainer.pipeline is not None and trainer.pipeline.beside):
-            # there the rollout's part of the last iteration's checkpoint is overwritten
+        if type(trainer).step is not RayPPOTrainer.step:  # what changes when is not known
             self.begin_update()
+        elif trainer.pipeline is not None and trainer.pipeline.beside:
+            # the rollout's part of the last iteration's checkpoint is overwritten; models are whole yet
+            self.hold_interrupts()
+            self._has_in_flight = False
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
