@@ -143,6 +143,7 @@ def test_a_reference_pass_that_is_stopped_goes_on_where_it_was(
     monkeypatch.setattr(PreferenceWorker, "evaluate_reference", evaluate)
     train("dpo", options)
     assert sum(passes) == 24
+    assert not (tmp_path / "previous_1").exists()
     now, whole = load_file(tmp_path / CACHE), load_file(inputs / "run" / CACHE)
     assert all(torch.equal(now[name], column) for name, column in whole.items())
 

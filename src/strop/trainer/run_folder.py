@@ -41,6 +41,7 @@ from strop.tracking.trackers import TRACKERS_FILE
 
 logger = logging.getLogger(__name__)
 
+_REFERENCE = "reference_log_probs"
 _RUN_FILES = (
     "config.yaml",
     METRICS_FILE,
@@ -54,7 +55,7 @@ _RUN_FILES = (
     FINAL_MODEL,
     HUB_FILE,
     TRACKERS_FILE,
-    "reference_log_probs",
+    _REFERENCE,
     "tensorboard",
     "wandb",
     "wandb_run_id.txt",
@@ -159,7 +160,7 @@ class RunFolder:
         remove_unfinished(self.path)
         left = [self.path / name for name in (*_RUN_FILES, LATEST)] + list(self.path.glob("global_step_*"))
         left = [path for path in left if path.exists()]
-        if left:
+        if [path.name for path in left] not in ([], [_REFERENCE]):  # alone it is of a pass that was stopped
             logger.info("the files of an earlier run in %s are now in %s", self.path, self._archive(left))
 
     def archive_later(self, step: int) -> None:
