@@ -423,6 +423,8 @@ def test_a_latest_checkpoint_that_was_deleted_is_named_with_what_to_do(tmp_path)
     latest.write_text("5\n")
     with pytest.raises(CheckpointError, match=naming(latest, "global_step_5", "start from the beginning")):
         find_checkpoint(tmp_path, "auto", None)
+    with pytest.raises(CheckpointError, match=naming(latest, "global_step_5", f"latest of {REMOTE}")):
+        find_checkpoint(tmp_path, "auto", RemoteCheckpoints(REMOTE))
     (kept := tmp_path / "global_step_2").mkdir()
     (kept / "manifest.json").touch()
     with pytest.raises(CheckpointError, match=naming(latest, "global_step_5", f"that is: {kept}")):

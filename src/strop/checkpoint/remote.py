@@ -212,10 +212,11 @@ def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | 
     if resume_mode == "auto":
         found = latest_checkpoint(folder)
         if found is not None and not found.is_dir():
-            others = [str(folder / name_of(step)) for step in saved_steps(folder)]
+            there = [str(folder / name_of(step)) for step in saved_steps(folder)]
+            newest = there[-1] if there else f"the latest of {remote.url}" if remote is not None else None
             raise CheckpointError(
                 f"{folder / LATEST} names {found.name}, which is not there. Remove that file to "
-                + (f"go on from the newest that is: {others[-1]}" if others else "start from the beginning")
+                + (f"go on from the newest that is: {newest}" if newest else "start from the beginning")
             )
         return _fetch_latest(folder, remote) if found is None and remote is not None else found
     if is_url(resume_mode):
