@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strop.data.loader import PromptLoader, collate, one_pass
 from strop.data.prompt_table import source_of
-from strop.data.rl_dataset import RLHFDataset, create_rl_dataset, data_sources_of
+from strop.data.rl_dataset import RLHFDataset, create_rl_dataset, data_sources_of, first_of_each_source
 from strop.errors import DataError
 from strop.prepare import prepare
 
@@ -253,3 +253,5 @@ def test_the_data_sources_of_a_data_set_of_the_user():
     rows = [{"source": "a"}, {"source": "b"}]
     assert data_sources_of(rows, "source") == {"a", "b"}
     assert data_sources_of(rows, "data_source") == {"unnamed"}
+    assert first_of_each_source(rows, 1, "source").rows == [0, 1]
+    assert first_of_each_source(rows, 1, "data_source").rows == [0]

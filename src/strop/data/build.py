@@ -71,7 +71,7 @@ def build_loaders(
     if val_dataset is None:
         return train, None
     if data.val_max_samples is not None:
-        val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
+        val_dataset = first_of_each_source(val_dataset, data.val_max_samples, data.reward_fn_key)
     return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)
 
 

@@ -369,12 +369,12 @@ class Subset:
         return self.dataset.data_sources()
 
 
-def first_of_each_source(dataset: RowDataset, limit: int) -> Subset:
+def first_of_each_source(dataset: RowDataset, limit: int, reward_fn_key: str) -> Subset:
     """Return the first ``limit`` rows of every data source, in the order of ``dataset``."""
     taken: Counter[str] = Counter()
     rows = []
     for row in range(len(dataset)):
-        source = columns_of(dataset, row)["data_source"]
+        source = _source_of(columns_of(dataset, row), reward_fn_key)
         taken[source] += 1
         if taken[source] <= limit:
             rows.append(row)
@@ -422,7 +422,11 @@ def data_sources_of(dataset: RowDataset, reward_fn_key: str) -> set[str]:
     """Return the data sources of a data set; one of the user may lack the method, and the column."""
     if hasattr(all_rows(dataset), "data_sources"):
         return dataset.data_sources()
-    return {dataset[row].get(reward_fn_key, "unnamed") for row in range(len(dataset))}
+    return {_source_of(dataset[row], reward_fn_key) for row in range(len(dataset))}
+
+
+def _source_of(row: Mapping[str, Any], reward_fn_key: str) -> str:
+    return row.get(reward_fn_key, "unnamed")
 
 
 def all_rows(dataset: RowDataset) -> RowDataset:
