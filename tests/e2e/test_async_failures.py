@@ -133,6 +133,7 @@ def test_an_interrupt_completes_the_checkpoint_whose_samples_are_in_flight(
     assert (hashes(train(options)), metrics(tmp_path)) == undisturbed(steps)
 
 
+@pytest.mark.fast("1-1", "4--1")
 @pytest.mark.parametrize(("steps", "save_freq"), [(1, 1), (1, -1), (4, 1), (4, -1)])
 def test_a_generation_that_fails_is_named_and_costs_no_iteration(
     inputs, tmp_path, monkeypatch, steps, save_freq
