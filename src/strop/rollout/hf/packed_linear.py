@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from strop.torch_private import blocked, blocked_linear, multiplies_bfloat16, writes_in_place
 
 _SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 14}
-"""Smallest weight in elements: below it the fixed cost (20 us in float32) is above the gain."""
+"""Smallest weight in elements, in a group that of its largest: below it the fixed cost (20 us in float32) is
+above the gain."""
 _ROWS_HINT = 16
 """Number of rows that the layout is chosen for; 1 to 64 give the same layouts."""
 
@@ -99,7 +100,7 @@ def packed_linears(
 def _packable(group: Sequence[nn.Linear], dtype: torch.dtype) -> bool:
     return (
         dtype in _SMALLEST
-        and sum(module.weight.numel() for module in group) >= _SMALLEST[dtype]
+        and max(module.weight.numel() for module in group) >= _SMALLEST[dtype]
         and all(
             module.weight.device.type == "cpu"
             and module.weight.dtype == group[0].weight.dtype
