@@ -265,7 +265,8 @@ class Run(ABC):
             try:
                 self._save_to_stop(whole["global_step"])
             except Exception as failure:  # noqa: BLE001 - of a user's sampler, too; the first is the cause
-                logger.warning("warning: %s", failure)
+                # as text: a kept record would keep the frames, and the files that they have open
+                logger.warning("warning: %s", str(failure))
             finally:
                 limit.cancel()
             raise
