@@ -170,21 +170,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, so that all workers end at the same time; mark what is not ``fast``."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))
-    named, found = {}, {}
+    cases: dict[tuple[str, Any], set[str]] = {}
     for item in items:
         if mark := item.get_closest_marker("fast"):
-            id, test = item.callspec.id, item.nodeid.split("[")[0]
-            named[test] = set(mark.args)
-            found.setdefault(test, set()).add(id)
-            if id not in mark.args:
+            cases.setdefault((item.nodeid.split("[")[0], mark.args), set()).add(item.callspec.id)
+            if item.callspec.id not in mark.args:
                 item.add_marker("slow")
-    for test, ids in found.items():
-        # a single case may have been asked for
-        if len(ids) > 1 and (unknown := named[test] - ids):
+    if any("[" in argument for argument in config.args):
+        return  # these cases alone were asked for
+    for (test, fast), found in cases.items():
+        if unknown := set(fast) - found:
             raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}, which is marked fast")
 
 

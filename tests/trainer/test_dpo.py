@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from unittest import mock
 
@@ -124,23 +125,28 @@ def test_a_resume_computes_no_reference_again(inputs, trained, tmp_path, passes)
     assert resumed.global_step == 6
 
 
+def interrupted(is_now):
+    """Return the reference's pass over a batch, interrupted before the first for which ``is_now()``."""
+    evaluate = PreferenceWorker.evaluate_reference
+
+    @functools.wraps(evaluate)
+    def struck(self, batch):
+        if is_now():
+            raise KeyboardInterrupt
+        return evaluate(self, batch)
+
+    return struck
+
+
 def test_a_reference_pass_that_is_stopped_goes_on_where_it_was(
     inputs, trained, tmp_path, passes, monkeypatch
 ):
     options = overrides(inputs, tmp_path, "trainer.save_freq=2", "data.val_files=[]")
-    evaluate = PreferenceWorker.evaluate_reference
-
-    def struck(self, batch):
-        if len(passes) == 3:
-            raise KeyboardInterrupt
-        return evaluate(self, batch)
-
-    struck.__dict__.update(evaluate.__dict__)
-    monkeypatch.setattr(PreferenceWorker, "evaluate_reference", struck)
-    with pytest.raises(KeyboardInterrupt):
-        train("dpo", options)
+    with monkeypatch.context() as changed:
+        changed.setattr(PreferenceWorker, "evaluate_reference", interrupted(lambda: len(passes) == 3))
+        with pytest.raises(KeyboardInterrupt):
+            train("dpo", options)
     assert load_file(tmp_path / CACHE)["ref_chosen_log_prob"].isfinite().sum() == sum(passes) == 12
-    monkeypatch.setattr(PreferenceWorker, "evaluate_reference", evaluate)
     train("dpo", options)
     assert sum(passes) == 24
     assert not (tmp_path / "previous_1").exists()
@@ -153,17 +159,9 @@ def test_a_whole_reference_pass_is_kept_though_the_run_cannot_start(
     inputs, tmp_path, passes, monkeypatch, place
 ):
     options = overrides(inputs, tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1")
-    evaluate = PreferenceWorker.evaluate_reference
-
-    def struck(self, batch):
-        if sum(passes) == 24:
-            raise KeyboardInterrupt
-        return evaluate(self, batch)
-
-    struck.__dict__.update(evaluate.__dict__)
     with monkeypatch.context() as changed:
         if place == "val":
-            changed.setattr(PreferenceWorker, "evaluate_reference", struck)
+            changed.setattr(PreferenceWorker, "evaluate_reference", interrupted(lambda: sum(passes) == 24))
         else:  # no login
             changed.setattr("strop.trainer.loop.Tracking", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
