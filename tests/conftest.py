@@ -41,6 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+    else:
+        config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """Name each failed test as it fails: pytest's own list comes after the last test, an hour later."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\nFAILED {report.nodeid} in its {report.when}")
 
 
 @pytest.fixture(scope="module")
