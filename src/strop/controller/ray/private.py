@@ -19,6 +19,7 @@ import os
 import secrets
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -41,8 +43,15 @@ _START_S = 300.0
 _END_S = 3.0
 _LINES = 10
 _PR_SET_CHILD_SUBREAPER = 36
-_ENVIRONMENT = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""The first makes Ray listen on the loopback interface only, on Linux too; the second is ``ray.init``'s."""
+_ENVIRONMENT = {
+    ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_agent_register_timeout_ms": str(int(1000 * _START_S)),
+}
+"""The first makes Ray listen on the loopback interface only, on Linux too; the second is ``ray.init``'s; the
+third is the time that an agent may take to answer, 30 s otherwise."""
+_LISTEN_PORT = "dashboard_agent_listen_port"
+_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", _LISTEN_PORT)
 
 
 class PrivateCluster:
@@ -171,6 +180,20 @@ def _folder() -> Path:
     return folder
 
 
+class _PatientNode(Node):
+    """A node whose ports are all given.
+
+    A raylet ends itself after waiting 15 s for a port that an agent chooses, and the imports of agents take
+    longer on a busy machine or from a network file system.
+    """
+
+    def start_raylet(self, *args: Any, **options: Any) -> None:
+        # Ray's Python gives the raylet all ports but one, which is read from the file that the agent writes
+        file = Path(self.get_session_dir_path(), f"{_LISTEN_PORT}_{self.node_id}")
+        file.write_text(str(self.dashboard_agent_listen_port))
+        super().start_raylet(*args, **options)
+
+
 class _Keeper:
     """The keeper's side: start Ray, report its address or the loss of a part, end it with the driver.
 
@@ -182,14 +205,17 @@ class _Keeper:
 
     def __init__(self, cpus: int, folder: Path, console: int) -> None:
         self._cpus, self._folder, self._console, self._driver = cpus, folder, console, os.getppid()
-        self._node = Node.__new__(Node)  # ``_watch`` sees the processes that its constructor has started
+        self._node = _PatientNode.__new__(
+            _PatientNode
+        )  # ``_watch`` sees the processes that its constructor has started
 
     def run(self) -> None:
         # Ray's daemons, whose parents end, become children of the keeper, which can then end them
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
         # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
-        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
+        ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False, **ports)
         try:
             self._node.__init__(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True)
             address = self._node.gcs_address
@@ -232,6 +258,14 @@ class _Keeper:
                 if part.process.poll() is not None:
                     return f"{name} (pid {part.process.pid})"
         return None
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 if __name__ == "__main__":
