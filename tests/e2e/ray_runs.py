@@ -59,7 +59,7 @@ class RayRun:
     def console(self) -> str:
         return "\n".join(line for _, line in self.lines)
 
-    def wait(self, seconds: float = 240) -> int:
+    def wait(self, seconds: float = 900) -> int:
         """The exit status."""
         try:
             return self.process.wait(seconds)
@@ -69,7 +69,7 @@ class RayRun:
         finally:
             self._reader.join(5)
 
-    def wait_until_struck(self, seconds: float = 300) -> float:
+    def wait_until_struck(self, seconds: float = 900) -> float:
         """Wait for the sabotage and return its time."""
         assert self.marker is not None
         deadline = time.time() + seconds
@@ -81,7 +81,7 @@ class RayRun:
         self.kill_everything()
         raise AssertionError(f"nothing was sabotaged:\n{self.console[-3000:]}")
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = 300) -> None:
         """Wait for a line with ``text``."""
         deadline = time.time() + seconds
         while text not in self.console:
