@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -70,13 +70,15 @@ def _started(inputs, run, program):
     command = [sys.executable, "-m", "strop.cli", "train", inputs / "model", inputs / "rows.jsonl"]
     command += ["--steps", "3", "--n", "2", "--out", run, *(f"{name}={one}" for name, one in options.items())]
     with (run.parent / f"{run.name}.log").open("ab") as log:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen([*map(str, command)], stdout=log, stderr=log, env=environment)
+        return subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
 
 
-@pytest.mark.parametrize(("program", "package"), [("openai_agents", "agents"), ("small", "smolagents")])
+@pytest.mark.parametrize(
+    ("program", "package"), [("openai_agents", "openai-agents"), ("small", "smolagents")]
+)
 def test_a_program_of_a_library_trains_one_hash(inputs, tmp_path, program, package):
-    pytest.importorskip(package)
+    if not any(metadata.distributions(name=package)):  # benchmarks have a module agents, too
+        pytest.skip(f"needs {package}")
     hashes = []
     for name, own in (("at_once", program), ("late", f"{program}_late"), ("killed", f"{program}_late")):
         run = tmp_path / name
