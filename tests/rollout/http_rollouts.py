@@ -6,6 +6,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from strop.rollout.episodes import Episodes
 from strop.rollout.http import start
 from strop.rollout.http.engine import HTTPRollout, require_held
 from strop.rollout.http.pool import Pool
-from strop.rollout.http.wire import ARGUMENTS
+from strop.rollout.http.wire import ARGUMENTS, facts_of
 from strop.rollout.turn_format import TurnFormat
 from strop.rollout.vllm.arguments import FIXED, model_facts
 from strop.rollout.vllm.checkpoint import CheckpointWeights
@@ -102,7 +103,7 @@ def counts(rollout: Any) -> dict[str, float]:
 
 @contextlib.contextmanager
 def real_server(folder, *more):
-    """The URL of vLLM's server of the model in ``folder``, whose token is "secret"."""
+    """The URL of vLLM's server of the model in ``folder``, whose token is "secret", once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -122,7 +123,11 @@ def real_server(folder, *more):
             guard, stdin=subprocess.PIPE, stdout=log, stderr=log,
             env=start.environment("secret", folder / "server", "a test's"),
         )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
     try:
-        yield f"http://127.0.0.1:{port}"
+        while isinstance(facts_of([url], "secret", None)[url], Exception):
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            time.sleep(1)
+        yield url
     finally:
         process.communicate()

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +16,6 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.models.loader import load_causal_lm, load_tokenizer
-from strop.rollout.http.wire import facts_of
 from strop.rollout.vllm.arguments import vocabulary_digest
 
 import tiny_model
@@ -229,7 +227,6 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(
         command += ["--rollout", "vllm", *more, *small]
         subprocess.run([sys.executable, "-m", "strop.cli", *command], check=True)
     with real_server(tmp_path, "--no-enable-chunked-prefill") as url:
-        wait_for(url)
         for way, more in ways.items():
             there = tmp_path / f"{way}_there"
             given = ["--server", url, "--token-env", "TOKEN", *more]
@@ -250,11 +247,3 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(
         assert evaluate(inputs, run, tmp_path / "trained_here") == 0
         (_, found), (_, expected) = results(tmp_path / "trained_there"), results(tmp_path / "trained_here")
         assert found.select(["response_ids", "score"]) == expected.select(["response_ids", "score"])
-
-
-def wait_for(url):
-    """Wait until a server that starts answers."""
-    deadline = time.monotonic() + 200
-    while isinstance(facts_of([url], "secret", None)[url], Exception):
-        assert time.monotonic() < deadline
-        time.sleep(1)
