@@ -18,7 +18,7 @@ clients = []
 
 async def run(prompt, key, secret, base_url, api_key):
     if not clients:
-        clients.append(openai.AsyncOpenAI(api_key="x", base_url=base_url, max_retries=6))
+        clients.append(openai.AsyncOpenAI(api_key="x", base_url=base_url, max_retries=40))
     timeout = float(HERE.joinpath("timeout").read_text())
     client = clients[0].with_options(base_url=base_url, api_key=api_key, timeout=timeout)
     messages, tools = [{"role": "user", "content": prompt}], [{"type": "function", "function": TOOL}]
