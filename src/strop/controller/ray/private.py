@@ -205,17 +205,16 @@ class _Keeper:
 
     def __init__(self, cpus: int, folder: Path, console: int) -> None:
         self._cpus, self._folder, self._console, self._driver = cpus, folder, console, os.getppid()
-        self._node = _PatientNode.__new__(
-            _PatientNode
-        )  # ``_watch`` sees the processes that its constructor has started
+        # ``_watch`` sees the processes that its constructor has started
+        self._node = _PatientNode.__new__(_PatientNode)
 
     def run(self) -> None:
         # Ray's daemons, whose parents end, become children of the keeper, which can then end them
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
         # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
-        ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False, **ports)
+        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
+        parameters.update(**dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True)))
         try:
             self._node.__init__(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True)
             address = self._node.gcs_address
