@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from strop import ActorRolloutRefWorker
+from strop.checkpoint.folder import saved_steps
 from strop.errors import RewardError, TrainingError
 from strop.protocol import DataProto
 from strop.trainer.group_filter import GroupFilter, differing_groups
@@ -70,6 +73,8 @@ AHEAD = (
     "actor_rollout_ref.actor.rollout_is=token",
     "trainer.async_steps=1",
 )
+FAILS = 7
+"""A batch whose generation fails, where groups are carried over."""
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,32 @@ def test_every_group_that_is_trained_on_differs_and_a_killed_run_resumes(inputs,
     kill("update", 4, options(inputs, tmp_path / "killed", *ahead))
     assert trained(inputs, tmp_path / "killed", *ahead) == expected
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.fast("2")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_groups_carried_over_stay_where_samples_in_flight_fail(inputs, tmp_path, monkeypatch, steps):
+    generate = ActorRolloutRefWorker.generate_sequences
+
+    @functools.wraps(generate)
+    def generated(self, prompts, *arguments, **callbacks):
+        if prompts.meta_info["batch"] == FAILS:
+            raise ConnectionError("no engine")
+        return generate(self, prompts, *arguments, **callbacks)
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "generate_sequences", generated)
+    ahead = (*AHEAD, f"trainer.async_steps={steps}")
+    with pytest.raises(ConnectionError, match="no engine"):
+        trained(inputs, tmp_path, *ahead)
+    step = saved_steps(tmp_path)[-1]
+    assert metrics(tmp_path)[-1]["filter/groups_carried_over"] > 0
+    folder = tmp_path / f"global_step_{step}" / "in_flight"
+    assert [path.name for path in folder.iterdir()] == ["kept.pt"]
+    kept = torch.load(folder / "kept.pt")["uids"]
+    monkeypatch.setattr(ActorRolloutRefWorker, "generate_sequences", generate)
+    trained(inputs, tmp_path, *ahead)
+    rows = pq.read_table(tmp_path / "rollouts" / f"step_{step + 1:06d}.parquet")
+    assert rows["uid"].to_pylist()[: len(kept)] == kept
 
 
 def test_a_task_without_differences_ends_with_an_error(inputs, tmp_path):

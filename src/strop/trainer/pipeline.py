@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections import ChainMap, deque
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
@@ -99,21 +98,23 @@ class LatePart:
     def finish_save(self) -> None:
         """Wait for the batches, and write them."""
         self.cut()
-        scored: list[tuple[int, DataProto]] = []
-        with self._left_out_if_they_fail():
-            for batch in self._batches:
-                samples = batch.samples(self._ppo, timer=PhaseTimer())  # not the learner's wait
-                scored.append((batch.number, samples.scored()))
-        for number, samples in scored if self._batches else ():
+        for number, scored in self._scored():
             crash_point("in_flight", number)
-            _save(samples, self._folder / f"batch_{number}.pt")
+            _save(scored, self._folder / f"batch_{number}.pt")
         if self._tail is not None:
             self._tail.get()
             self._tail, self._with_tail = None, False  # idempotent: an interrupted save calls this again
 
+    def _scored(self) -> list[tuple[int, DataProto]]:
+        """Wait for the batches; return their numbers and samples, of none if one fails."""
+        timer = PhaseTimer()  # not the learner's wait
+        with self._left_out_if_they_fail():
+            return [(batch.number, batch.samples(self._ppo, timer=timer).scored()) for batch in self._batches]
+        return []
+
     @contextlib.contextmanager
     def _left_out_if_they_fail(self) -> Generator[None]:
-        """Leave all samples out if an error of a batch, as of its reward, ends the body.
+        """Leave all samples in flight out if an error of a batch, as of its reward, ends the body.
 
         The models are whole, and the same error ends the run. A resume generates the samples again.
         """
@@ -126,8 +127,12 @@ class LatePart:
             logger.warning("warning: a checkpoint is saved without its samples in flight, as one fails")
             if self._tail is not None:
                 self._tail.get()
+            for path in self._folder.glob("*"):
+                if path.name != KEPT:  # groups of earlier batches
+                    path.unlink()
+            with contextlib.suppress(OSError):  # it is not empty
+                self._folder.rmdir()
             self._batches, self._tail, self._with_tail = [], None, False
-            shutil.rmtree(self._folder)
 
 
 class _Mark(NamedTuple):
@@ -257,6 +262,10 @@ class Pipeline:
         kept = [] if self._filter is None else list(self._filter.kept)
         self._mark = _Mark(list(self._batches), self._last + len(self._admitted), kept)
 
+    def leave_out(self) -> None:
+        """Leave samples in flight out of what ``mark`` noted: the rollout has overwritten its part."""
+        self._mark = self._mark._replace(batches=[], admitted=0)
+
     def save(self, checkpoint: Path) -> LatePart | None:
         """Return the part of a checkpoint that is complete later; None if nothing was in flight at ``mark``.
 
@@ -264,12 +273,15 @@ class Pipeline:
         comes before that.
         """
         batches, admitted, kept = self._mark
-        if not batches and admitted <= self._taken and not kept:
+        is_ahead = bool(batches) or admitted > self._taken
+        if not (is_ahead or kept):
             return None
         folder = checkpoint / IN_FLIGHT
         folder.mkdir()
         for rows in kept:  # at most one
             _save(rows, folder / KEPT)
+        if not is_ahead:
+            return None
         torch.save({"admitted": admitted}, folder / SCHEDULE)
         self._cut = LatePart(self.ppo, folder, batches, with_tail=self.beside > 0)
         return self._cut
@@ -291,7 +303,7 @@ class Pipeline:
             self._last += 1
             next(self._coming)
             self._batches.append(BatchAhead(self._last, Samples(self._load(path))))
-        if self.beside and folder.is_dir():
+        if self.beside and (folder / SCHEDULE).exists():
             # Exactly what the rollout held, whatever the number of iterations was.
             self._admit(up_to=torch.load(folder / SCHEDULE, weights_only=True)["admitted"])
             for call in (*self._loading, self.ppo.groups.rollout.load_in_flight.start(folder)):

@@ -391,8 +391,6 @@ class ReinforcementRun(Run):
         self.best = BestValidation()
         self.has_validated = False
         self._changed_samples: list[Change] = []
-        self._has_in_flight = False
-        """True if ``trainer.pipeline`` has what was in flight after the last iteration."""
 
     def fit(self, on_step: OnStep | None = None) -> None:
         try:
@@ -434,7 +432,6 @@ class ReinforcementRun(Run):
         super().mark()
         if self.trainer.pipeline is not None:
             self.trainer.pipeline.mark()
-            self._has_in_flight = True
 
     def save(self, *, by_time: bool, stopping: bool = False) -> None:
         rollout = self.trainer.rollout
@@ -449,8 +446,7 @@ class ReinforcementRun(Run):
     @property
     def late_part(self) -> Callable[[Path], LatePart | None] | None:
         """Samples in flight are a part of the checkpoint."""
-        pipeline = self.trainer.pipeline
-        return pipeline.save if pipeline is not None and self._has_in_flight else None
+        return None if self.trainer.pipeline is None else self.trainer.pipeline.save
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """Run one iteration of PPO, log samples and validate; return all metrics."""
@@ -460,7 +456,7 @@ class ReinforcementRun(Run):
         elif trainer.pipeline is not None and trainer.pipeline.beside:
             # the rollout's part of the last iteration's checkpoint is overwritten; models are whole yet
             self.hold_interrupts()
-            self._has_in_flight = False
+            trainer.pipeline.leave_out()
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
