@@ -13,6 +13,7 @@ import strop
 from strop.cli.completion import _Keys
 from strop.cli.main import _COMMANDS, main
 from strop.config.recipes import RECIPES
+from strop.errors import TrainingError
 from strop.trainer.evaluation import default_folder, settings
 
 from messages import Message, mentions
@@ -305,9 +306,19 @@ def test_ctrl_c_mentions_the_checkpoint_if_there_is_one(inputs, tmp_path, monkey
     monkeypatch.setattr("strop.trainer.commands.train_once", stop)
     if saved:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
-    ending = "saved is step 7, from which the same command goes on" if saved else "nothing is saved"
+    said = "at step 7, saved; the same command goes on" if saved else "after step 0; nothing is saved"
     assert main(["train", *overrides(inputs, tmp_path)]) == 130
-    assert capsys.readouterr().err.endswith(f"Ctrl-C: stopped after step 0; {ending}\n")
+    assert capsys.readouterr().err.endswith(f"Ctrl-C: stopped {said}\n")
+
+
+def test_an_error_of_a_validation_names_the_checkpoint_of_its_update(inputs, tmp_path, monkeypatch, capsys):
+    def fail(_config, **_given):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("1\n")  # of which no metrics are logged
+        raise TrainingError("no validation")
+
+    monkeypatch.setattr("strop.trainer.commands.train_once", fail)
+    assert main(["train", *overrides(inputs, tmp_path)]) == 2
+    assert mentions(capsys.readouterr().err, "at step 1, saved", f"{tmp_path / 'global_step_1'} goes on")
 
 
 _ANSWER = '{"data_source": "openai/gsm8k", "response": "#### 3", "ground_truth": "3"}\n'

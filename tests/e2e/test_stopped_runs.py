@@ -202,22 +202,25 @@ def test_a_run_whose_reward_fails_saves_its_last_whole_iteration_and_goes_on_to_
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])
-def test_an_error_of_a_validation_costs_no_update(inputs, tmp_path, monkeypatch, kind):
+def test_an_error_of_a_validation_costs_no_update_and_no_line(inputs, tmp_path, monkeypatch, kind):
     settings = "trainer.save_freq=-1", "trainer.test_freq=2", "trainer.val_before_train=false"
     fails = mock.Mock(side_effect=TrainingError("no validation"))
     if kind == "train":
         monkeypatch.setattr(Validator, "report", fails)
-        run = partial(train, overrides(inputs, tmp_path / "run", *settings))
+        go, options = train, overrides(inputs, tmp_path / "run", *settings)
     else:
         monkeypatch.setattr(SftTrainer, "evaluate", fails)
         tables = supervised_runs.make_inputs(tmp_path)
-        run = partial(
-            supervised_runs.train, kind, supervised_runs.overrides(tables, tmp_path / "run", *settings)
-        )
+        go = partial(supervised_runs.train, kind)
+        options = supervised_runs.overrides(tables, tmp_path / "run", *settings)
     with pytest.raises(TrainingError, match="no validation"):
-        run()
+        go(options)
     assert saved_steps(tmp_path / "run") == [2]
     verify(tmp_path / "run" / "global_step_2")
+    monkeypatch.undo()
+    go(options)
+    go([*options, f"trainer.default_local_dir={tmp_path / 'straight'}"])
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
 
 
 def test_an_error_remains_the_cause_where_the_reward_of_samples_in_flight_fails(inputs, tmp_path):

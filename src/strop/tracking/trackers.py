@@ -71,7 +71,7 @@ class Tracking:
         Raises TypeError for a value that is not a number and TrainingError when ``metrics.jsonl`` cannot
         be written.
         """
-        numbers = {name: _as_number(name, value) for name, value in metrics.items()}
+        numbers = numbers_of(metrics)
         self._jsonl.log(step, numbers)
         self._each(step, "log", step, numbers)
 
@@ -156,6 +156,11 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
         if name in OPTIONAL_PACKAGES:  # here, before a model is loaded: an installed package may not work
             importlib.import_module(getattr(found, "package", name))
         return found
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return metrics as plain numbers; raise ``TypeError`` for a value that is none."""
+    return {name: _as_number(name, value) for name, value in metrics.items()}
 
 
 def _as_number(name: str, value: Any) -> int | float:

@@ -228,24 +228,30 @@ def _naming_the_checkpoint(folder: RunFolder, config: RootConfig) -> Generator[N
     """Add where the run stands as a note to what ends the body: an interrupt, an error of an iteration."""
     from strop.checkpoint.folder import iteration_of, name_of
 
-    begun = folder.last_logged_step()
+    begun = _reached(folder)
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        latest, step = folder.latest_checkpoint(), str(folder.last_logged_step())
+        latest, step = folder.latest_checkpoint(), _reached(folder)
         auto = config.trainer.resume_mode == "auto"
         again = "the same command goes on" if auto else "trainer.resume_mode=auto goes on"
         if not is_interrupt(error):  # a library may replace an interrupt by its own error
-            if step == str(begun):  # an error of the start, which says all
+            if step == begun:  # an error of the start, which says all
                 raise
             saved = folder.path / name_of(int(latest[0] if latest else 0))
             again = f"trainer.resume_mode={saved} goes on, also with another reward or other data"
-        if latest and latest[0] == step:
+        if latest and latest[0] == str(step):
             error.add_note(f"stopped at step {step}, saved; {again}")
         elif latest:
             error.add_note(f"stopped after step {step}; saved is step {latest[0]}, from which {again}")
-        elif str(iteration_of(folder.final_model)) == step:  # while it drew curves, or uploaded
+        elif iteration_of(folder.final_model) == step:  # while it drew curves, or uploaded
             error.add_note(f"stopped after step {step}, the last one; its model is {folder.final_model}")
         else:
             error.add_note(f"stopped after step {step}; nothing is saved")
         raise
+
+
+def _reached(folder: RunFolder) -> int:
+    """Return the last iteration that is logged or saved; one whose validation failed is only saved."""
+    latest, _ = folder.latest_checkpoint() or ("", 0)
+    return max(folder.last_logged_step(), int(latest) if latest.isdecimal() else 0)

@@ -43,7 +43,7 @@ from strop.tracking.curves import draw_curves
 from strop.tracking.lengths import LENGTHS_NAME, ColumnLengths, draw_lengths
 from strop.tracking.machine import record_start
 from strop.tracking.timeline import TIMELINE_FILE, Timeline, draw_timeline
-from strop.tracking.trackers import Tracking
+from strop.tracking.trackers import Tracking, numbers_of
 from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Run(ABC):
         self._interrupts: HeldInterrupts | None = None
         self.publication: Publication | None = trainer.publication
         self._lengths: list[ColumnLengths] = []
+        self._unlogged: dict[str, float] = {}  # of a checkpoint; see mark
 
     def fit(self, on_step: OnStep | None = None) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
@@ -180,6 +181,10 @@ class Run(ABC):
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
         if settings.val_only:
             return
+        if self._unlogged and self.folder.last_logged_step() < trainer.global_step:
+            # an error, as of the validation, ended the run between the update and its line
+            metrics = {**self._unlogged, **self.measured()}
+            self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
         self.mark()
         is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
         for batch in () if is_done else trainer.train_loader:
@@ -239,10 +244,14 @@ class Run(ABC):
         assert self._interrupts is not None
         self._interrupts.begin()
 
-    def mark(self) -> None:
-        """Note the state after an update and after an iteration; the next moves loader and KL coefficient."""
+    def mark(self, unlogged: Mapping[str, Any] | None = None) -> None:
+        """Note the state after an update and after an iteration; the next moves loader and KL coefficient.
+
+        ``unlogged``: metrics of the update, which a resume logs with those that are due after it.
+        """
         if self.settings.save_freq > 0 or self.checkpoints.save_minutes is not None:
-            self._whole = {**self.state_dict(), "random": random_state()}
+            numbers = numbers_of(unlogged or {})
+            self._whole = {**self.state_dict(), "random": random_state(), "unlogged": numbers}
 
     def _say_when_it_stops(self) -> None:
         logger.warning("stopping when the iteration that is under way is saved; a second time: at once")
@@ -292,6 +301,10 @@ class Run(ABC):
     def validate(self) -> dict[str, float]:
         """Return the metrics of the current model."""
 
+    def measured(self) -> dict[str, float]:
+        """Return the metrics of the current model that are due after an iteration."""
+        return self.validate() if self.is_due(self.settings.test_freq) else {}
+
     def write(self, how: Callable[..., None], path: Path, *content: Any) -> None:
         """Call ``how(path, *content)``; raise ``TrainingError`` if the file cannot be written."""
         self.folder.require_held(self.trainer.global_step)
@@ -321,6 +334,7 @@ class Run(ABC):
             is_named = self.settings.resume_mode != "auto"
             trainer.train_loader.batches.load_state_dict(state["loader"], may_differ=is_named)
         self.seconds_before = float(state["seconds"])
+        self._unlogged = state.get("unlogged", {})
 
     def _show_lengths(self) -> None:
         """Show the token lengths of the data sets."""

@@ -428,8 +428,8 @@ class ReinforcementRun(Run):
         if not self.settings.val_only and (found := self.best.if_later_ones_are_worse(self.folder.path)):
             logger.warning("warning: %s", found)
 
-    def mark(self) -> None:
-        super().mark()
+    def mark(self, unlogged: Mapping[str, Any] | None = None) -> None:
+        super().mark(unlogged)
         if self.trainer.pipeline is not None:
             self.trainer.pipeline.mark()
 
@@ -460,8 +460,13 @@ class ReinforcementRun(Run):
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
-        self.mark()  # models stay as they are: an error of the validation costs no update
         step = trainer.global_step
+        metrics = {
+            "episode": float(step * trainer.config.data.train_batch_size),
+            "epoch": trainer.train_loader.yielded / len(trainer.train_loader),
+            **metrics,
+        }
+        self.mark(metrics)  # models stay as they are: an error of the validation costs no update
         if step == 1 and trainer.pipeline is not None and not trainer.pipeline.is_used:
             filters = trainer.config.algorithm.filter_groups.enable
             logger.warning(
@@ -475,8 +480,7 @@ class ReinforcementRun(Run):
                 self._write_samples(self.folder.rollouts(step), table)
                 if settings.rollouts_to_keep is not None:
                     self.folder.prune_rollouts(step, to_keep=settings.rollouts_to_keep)
-        if self.is_due(settings.test_freq):
-            metrics |= self.validate()
+        metrics |= self.measured()
         metrics |= peak_memory(trainer.groups.values())
         if trainer.pictures is not None and "images" in samples.batch:
             metrics |= picture_metrics(samples, trainer.groups.values(), trainer.pictures.tokens)
@@ -490,8 +494,6 @@ class ReinforcementRun(Run):
                 **trainer.pipeline.rollout.take(),
             }
         return {
-            "episode": float(step * trainer.config.data.train_batch_size),
-            "epoch": trainer.train_loader.yielded / len(trainer.train_loader),
             **metrics,
             **timing,
             **speed_metrics(samples, timing, devices=trainer.devices),

@@ -300,21 +300,25 @@ class SupervisedRun(Run):
         tokens = trainer.count_tokens(batch)
         seconds = time.perf_counter() - started
         trainer.global_step += 1
-        self.mark()
-        if self.is_due(self.settings.test_freq):
-            metrics |= self.validate()
-        if trainer.global_step == trainer.total_steps and "val/loss" not in metrics:
-            with trainer.timer.phase("testing"):
-                metrics |= trainer.measure()
+        metrics = {"epoch": trainer.global_step / len(trainer.train_loader), **metrics}
+        self.mark(metrics)
         return {
-            "epoch": trainer.global_step / len(trainer.train_loader),
             **metrics,
+            **self.measured(),
             **trainer.timer.take(),
             **peak_memory([trainer.group]),
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * trainer.group.world_size),
             "time/from_scratch": self.seconds(),
         }
+
+    def measured(self) -> dict[str, float]:
+        """See ``Run.measured``; without a validation, the last iteration has metrics on training rows."""
+        trainer, metrics = self.trainer, super().measured()
+        if trainer.global_step == trainer.total_steps and "val/loss" not in metrics:
+            with trainer.timer.phase("testing"):
+                metrics |= trainer.measure()
+        return metrics
 
     def validate(self) -> dict[str, float]:
         """Return the metrics on the validation files; empty if there are none."""
