@@ -118,7 +118,7 @@ class Server:
             sent = request.headers.get("x-stainless-retry-count", "")  # by OpenAI's clients
             retry, mark = int(sent) if sent.isdecimal() else None, request.headers.get("Idempotency-Key")
             reply = await self._handler.answer(request.match_info.get("key", ""), body, retry, mark)
-        except (Refusal, asyncio.CancelledError):
+        except Refusal:
             raise
         except RecursionError:
             return _refused(400, "arguments of calls are nested too deep")
