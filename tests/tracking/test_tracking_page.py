@@ -234,6 +234,7 @@ def test_a_run_says_where_it_stands(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
     assert stands(12, 0)["state"]["text"] == "died at step 12 of 40, step 10 saved"
     assert stands(10, 0)["state"]["text"] == "stopped at step 10 of 40, saved"
+    assert stands(9, 0)["state"]["text"] == "stopped at step 10 of 40, saved"
     assert stands(40, 0)["state"]["text"] == "finished, 40 steps"
     with FileLock(tmp_path / ".lock"):
         found = stands(12, 0)

@@ -134,11 +134,10 @@ class RunFiles:
             saved = max(saved, latest_step(self.folder) or 0)
         if last >= total:
             return {"text": f"finished, {last} steps", "of": None}
-        kept = "saved" if saved == last else f"step {saved} saved" if saved else "nothing saved"
-        return {
-            "text": f"{'stopped' if saved == last else 'died'} at step {last} of {total}, {kept}",
-            "of": None,
-        }
+        kept = f"step {saved} saved" if saved else "nothing saved"
+        if saved and saved >= last:  # an update whose validation failed has no metrics
+            return {"text": f"stopped at step {saved} of {total}, saved", "of": None}
+        return {"text": f"died at step {last} of {total}, {kept}", "of": None}
 
     def _is_running(self) -> bool:
         """Return True if a process holds the run's lock."""

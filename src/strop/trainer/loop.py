@@ -183,8 +183,8 @@ class Run(ABC):
             return
         if self._unlogged and self.folder.last_logged_step() < trainer.global_step:
             # an error, as of the validation, ended the run between the update and its line
-            metrics = {**self._unlogged, **self.measured()}
-            self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
+            metrics = {**self._unlogged, **self.measured(), **trainer.timer.take()}
+            self.tracking.log(trainer.global_step, {**metrics, "time/from_scratch": self.seconds()})
         self.mark()
         is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
         for batch in () if is_done else trainer.train_loader:
