@@ -128,7 +128,7 @@ def test_groups_carried_over_stay_where_samples_in_flight_fail(inputs, tmp_path,
 
     @functools.wraps(generate)
     def generated(self, prompts, *arguments, **callbacks):
-        if prompts.meta_info["batch"] == FAILS:
+        if prompts.meta_info.get("batch") == FAILS:  # none in a validation
             raise ConnectionError("no engine")
         return generate(self, prompts, *arguments, **callbacks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import resource
 from unittest import mock
 
 import pytest
@@ -12,12 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_tree
 from strop.config.trees import DPO
 from strop.controller.group import LocalWorkerGroup
 from strop.errors import CheckpointError, ConfigError
+from strop.trainer.supervised.reference import Reference
 from strop.workers.supervised import PreferenceWorker
 
 import tiny_model
@@ -169,6 +172,18 @@ def test_a_whole_reference_pass_is_kept_though_the_run_cannot_start(
     passes.clear()
     train("dpo", options)
     assert sum(passes) == (10 if place == "val" else 0)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    reference = Reference("", "", {name: torch.zeros(10_000) for name in REFERENCE_INPUTS})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # EFBIG stands for ENOSPC
+    try:
+        with pytest.raises(OSError) as caught:
+            reference.save(tmp_path / CACHE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / CACHE)
 
 
 @pytest.mark.fast("flipped")

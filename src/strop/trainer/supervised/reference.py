@@ -48,9 +48,9 @@ class Reference(NamedTuple):
         """Write the file, replacing an earlier one in one step."""
         with atomic_path(path) as temporary:
             content = {"model": self.model, "rows": self.rows, "digest": _digest(self.columns)}
-            from safetensors.torch import save_file
+            from safetensors.torch import save
 
-            save_file(self.columns, temporary, metadata=content)
+            temporary.write_bytes(save(self.columns, metadata=content))  # its errors name disk and file
 
 
 def load(path: Path, *, model: str, rows: str) -> Reference | None:
