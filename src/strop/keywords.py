@@ -131,7 +131,7 @@ class RunKeys(TypedDict, total=False):
     save_freq: int
     """Save a checkpoint every this many iterations."""
     save_minutes: float | None
-    """Save one too when an iteration ends this long after the last save, and at Ctrl-C; null: neither."""
+    """Save one too when an iteration ends this long after the last save; null with save_freq=-1: never."""
     async_save: bool
     """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
     max_ckpt_to_keep: int | None

@@ -89,7 +89,7 @@ class RunConfig(Section, resumes=MAY_CHANGE):
     save_freq: Every
     """Save a checkpoint every this many iterations."""
     save_minutes: PositiveFloat | None
-    """Save one too when an iteration ends this long after the last save, and at Ctrl-C; null: neither."""
+    """Save one too when an iteration ends this long after the last save; null with save_freq=-1: never."""
     async_save: Annotated[bool, _NO_CHECKPOINTS]
     """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
     max_ckpt_to_keep: Annotated[PositiveInt | None, _BY_TIME_ALONE]
