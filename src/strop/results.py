@@ -107,7 +107,7 @@ class Run:
 
         if newest_model(self.folder) is None:
             raise CheckpointError(
-                f"{self.folder} has no trained model: a run saves it at its end, or with trainer.save_freq"
+                f"{self.folder} has no trained model: a run saves it at its end, and with every checkpoint"
             )
         return model_in(self.folder, step=step, best=best)
 

@@ -2,9 +2,9 @@
 
 Shapes: B samples, T response tokens, G groups.
 
-An estimator is a pure function; the names of its parameters select its inputs. The trainer reads them with
-``needs`` (without ``values`` there is no critic; with ``baseline_scores`` greedy responses are generated) and
-calls it through ``estimate``:
+An estimator is a pure function; the names of its parameters select its inputs. The trainer reads them by
+``required_parameters`` (without ``values`` there is no critic; with ``baseline_scores`` greedy responses are
+generated) and calls it through ``estimate``:
 
     rewards [B,T]          reward per token, with the KL penalty if that is in the reward
     response_mask [B,T]    1 on tokens that the policy sampled, 0 on padding and on a tool's insertions

@@ -29,7 +29,7 @@ _KNOWN = re.compile(rf"{re.escape(TRAINER)}|{BY_TIME}|[A-Za-z_]\w*/.+")
 LATEST = "latest_checkpointed_iteration.txt"
 _PREFIX = "global_step_"
 FINAL_MODEL = "final_model"
-"""The trained model of a run that ends without a checkpoint."""
+"""The trained model, at the end of every run."""
 
 
 def seal(building: Path, known: Mapping[str, Entry] | None = None) -> None:
