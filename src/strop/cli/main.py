@@ -35,7 +35,7 @@ strop train MODEL sums.csv --reward my_reward.py data.prompt_key=question data.a
 strop train MODEL data/gsm8k/train.parquet --lr 1e-5 --out runs/first data.val_files=data/gsm8k/test.parquet
 strop train MODEL data/gsm8k/train.parquet --algorithm ppo --steps 100
 strop train --config my.yaml --out runs/second
-Without MODEL, DATA and recipe the defaults are those of verl: strop train key=value ...
+Without MODEL, DATA and recipe the defaults are near those of verl: strop train key=value ...
 The same command again resumes from the last checkpoint. Keys: strop docs config""",
     ),
     "distill": _Command(
