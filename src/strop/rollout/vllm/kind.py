@@ -20,7 +20,7 @@ from strop.rollout.vllm.keys import SECTIONS, Sampling, SamplingConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SMALL_ON_A_CPU = 2 * 2**30
-"""Bytes of weights below which hf is chosen on a CPU: vLLM starts half a minute later, and has 0.8 to 1.4 times
+"""Bytes of weights below which hf is chosen on a CPU: vLLM starts half a minute later, and has 0.8 to 1.4 of
 the tokens/s of hf with 5 to 135 million parameters (benchmarks/results/rollout_vllm_2026-11-24.md)."""
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
