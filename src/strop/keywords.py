@@ -113,7 +113,7 @@ class RunKeys(TypedDict, total=False):
     experiment_name: str
     """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
     logger: str | Sequence[str | Callable[..., Any]]
-    """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
+    """console, tensorboard, wandb, trackio, mlflow, swanlab, or an import path; always also metrics.jsonl."""
     nnodes: int
     """Machines; more than one needs a Ray cluster that runs on them."""
     n_gpus_per_node: int

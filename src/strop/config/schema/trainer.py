@@ -71,7 +71,7 @@ class RunConfig(Section, resumes=MAY_CHANGE):
     experiment_name: Annotated[str, Expected("string or null"), NOT_COMPARED]
     """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
     logger: Names
-    """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
+    """console, tensorboard, wandb, trackio, mlflow, swanlab, or an import path; always also metrics.jsonl."""
     nnodes: Annotated[Processes, _OTHER_POOLS]
     """Machines; more than one needs a Ray cluster that runs on them."""
     n_gpus_per_node: Annotated[Processes, _OTHER_POOLS]
