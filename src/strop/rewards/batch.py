@@ -207,14 +207,14 @@ class PendingSamples(PendingReward):
 
     def played(self, row: int, tokenizer: Any) -> Played | None:
         """Return the turns of a response of the complete batch; None if samples have no turns."""
-        columns = self._batch.non_tensor_batch
-        if "conversation" not in columns:
+        columns = self._batch.batch
+        if "ended_by" not in columns:  # without turns, conversation may be a column of the data
             return None
         return Played.of(
-            columns["conversation"][row],
-            self._batch.batch["responses"][row],
-            self._batch.batch["response_mask"][row],
-            ENDED_BY[int(self._batch.batch["ended_by"][row])],
+            self._batch.non_tensor_batch["conversation"][row],
+            columns["responses"][row],
+            columns["response_mask"][row],
+            ENDED_BY[int(columns["ended_by"][row])],
             tokenizer,
         )
 

@@ -318,8 +318,8 @@ def answer(
     if not log_probs.isfinite().all():
         raise TrainingError("generate: the model's logits are not finite; have its weights diverged?")
     responses = samples.tokens.to(device).masked_fill(~present, pad_token_id)
-    # a column of the data of this name gives way to that of turns
-    own = () if samples.sampled is None else ("conversation",)
+    # columns of the data of these names give way to those of turns
+    own = () if samples.sampled is None else ("conversation", "image_files")
     rest = DataProto(
         {name: column for name, column in prompts.batch.items() if name not in (*PROMPT_COLUMNS, "seeds")},
         {name: column for name, column in prompts.non_tensor_batch.items() if name not in own},

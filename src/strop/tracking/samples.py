@@ -131,7 +131,7 @@ def samples_table(batch: DataProto, tokenizer: Any, in_words: InWords | None = N
         names = [[pictures.name(digest) for digest in row] for row in images]
         columns["images"] = pa.array(names, pa.list_(pa.string()))
     columns["response"] = _decode_each_once(response_ids, tokenizer, skip_special_tokens=True)
-    if "conversation" in batch.non_tensor_batch:
+    if "n_turns" in tensors:  # without turns, conversation may be a column of the data
         texts = batch.non_tensor_batch["conversation"].tolist()
         columns["conversation"] = pa.array(texts, pa.string())
         columns["n_turns"] = pa.array(tensors["n_turns"])

@@ -349,6 +349,6 @@ def _save(scored: DataProto, path: Path) -> None:
         if (name == "conversation" and "n_turns" in scored.batch) or name.startswith(REWARD_TEXT)
     }
     found = {"tensors": tensors, "uids": uids, "meta_info": meta_info, "texts": texts}
-    if "image_files" in scored.non_tensor_batch:
+    if "images_at" in scored.batch:
         found["files"] = packed_files(dict(ChainMap(*scored.non_tensor_batch["image_files"])))
     torch.save(found, path)

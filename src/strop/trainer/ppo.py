@@ -148,7 +148,7 @@ def _require_finite_columns(batch: DataProto) -> None:
     A token of probability 0 under two policies has no ratio: its loss would be NaN, and every step skipped.
     """
     for name in _EVALUATED:
-        if name in batch:
+        if name in batch.batch:
             require_finite(name, zero_masked(batch.batch[name], batch.batch["response_mask"]), batch)
 
 
@@ -476,7 +476,7 @@ class PPO:
 
     def batch_metrics(self, batch: DataProto, beta: float) -> dict[str, float]:
         """Return metrics of the samples before the update; ``beta`` is the KL coefficient that they had."""
-        if self.use_reference and "kl" not in batch:  # the KL is in the loss: here it is only reported
+        if self.use_reference and "kl" not in batch.batch:  # the KL is in the loss: here it is only reported
             batch = batch.union(DataProto({"kl": self._kl(batch.batch)}))
         return {
             **batch_metrics(batch, max_prompt_length=self.config.data.max_prompt_length),
