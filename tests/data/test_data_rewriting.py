@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -122,3 +124,29 @@ def test_a_missing_template_or_column_is_an_error_with_its_remedy():
     batch = DataProto(BATCH.batch)
     with pytest.raises(DataError, match=naming("raw_prompt", "data.return_raw_chat")):
         Rewriter(READER, writer())(batch)
+
+
+def test_turns_are_messages_with_the_answers_between_them():
+    batch = samples(
+        prompts=[[{"role": "user", "content": "1+1="}]] * 3,
+        responses=["3704", "3704", "37"],
+        truncated=[False, True, False],
+    )
+    batch.batch["response_mask"][:2, 1:3] = 0  # "70" is what the environment told, with its template
+    batch.batch["response_mask"][2] = 0  # lost
+    batch.batch["ended_by"] = torch.tensor([1, 2, 5])
+    answers = [{"role": "tool", "content": "7"}, {"role": "tool", "content": [{"type": "text", "text": "0"}]}]
+    turns = [{"text": "3", "calls": [], "answers": answers}, {"text": "4", "calls": [], "answers": []}]
+    told = [
+        {"turns": turns, "prompt": [{"role": "user", "content": "1+1=2"}]},
+        {"turns": turns},
+        {"turns": []},
+    ]
+    batch.non_tensor_batch["conversation"] = np.array([*map(json.dumps, told)], dtype=object)
+    written = tiny_model.build_tokenizer("QA.=+0123456789\n")
+    written.chat_template = TEMPLATE
+    assert texts(Rewriter(READER, written), batch) == [
+        "Q1+1=2.A3<end>.Q7\n0.A4<end>.",
+        "Q1+1=.A3<end>.Q7\n0.A4",
+        "Q1+1=.A<end>.",
+    ]

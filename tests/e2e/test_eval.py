@@ -91,6 +91,12 @@ def test_the_majority_counts_answers_as_the_scorer_reads_them():
     }
     report = make_report(pa.table(columns), n=4, extractor_of=answer_extractor, seed=0)
     assert report.sources["strop/arithmetic"].scores["maj@4"].value == 0.5
+    # what a tool says has no vote, and turns are not one text
+    turns = [[{"text": "3"}], [{"text": " 7"}], [{"text": "7 "}], [{"text": "7"}]]
+    told = {"conversation": [json.dumps({"turns": one}) for one in (*turns, *turns)]}
+    told |= {"response": ["3", "77", "73", "7", "3", "37", "77", "7"], "score": [0.0, 1.0, 1.0, 1.0] * 2}
+    report = make_report(pa.table(columns | told), n=4, extractor_of=answer_extractor, seed=0)
+    assert report.sources["strop/arithmetic"].scores["maj@4"].value == 1.0
 
 
 def test_greedy_answers_are_those_of_transformers(inputs, tmp_path):

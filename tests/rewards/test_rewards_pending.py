@@ -127,3 +127,18 @@ def test_a_sample_that_its_environment_lost_is_not_scored(
     assert [bool(error) for error in output.errors] == [False, False, False, True]
     assert "away" in output.errors[3]
     assert len((tmp_path / "log").read_text().split()) == 3
+
+
+def test_the_reward_model_has_no_score_for_a_sample_that_its_environment_lost(
+    tokenizer: Any, batch: DataProto
+):
+    batch.batch["ended_by"] = torch.tensor([ENDED_BY.index("stop")] * 3 + [ENDED_BY.index("error")])
+    batch.batch["response_mask"][3] = 0
+    batch.batch["rm_scores"] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    columns = {"conversation": np.array([json.dumps({"turns": [], "error": "away"})] * 4, object)}
+    for mode in ("train", "validate"):
+        manager = RewardManager(tokenizer, 0, error_score=-1.0)
+        output = manager(batch.union(DataProto({}, columns, {"mode": mode})))
+        manager.close()
+        assert output.token_level_scores.sum(1).tolist() == [1, 2, 3, -1]
+        assert output.parts["reward_model"].nan_to_num(nan=0).tolist() == [1, 2, 3, 0]

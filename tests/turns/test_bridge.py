@@ -125,3 +125,12 @@ def test_arguments_of_calls_have_the_form_that_the_template_takes():
     bridge = Bridge(tokenizer, [10, 11, 12], tools=[TOOL])
     call = Call("f", {"a": 1})
     assert tokenizer.decode(bridge.ids([tool_message(call, "3")], [call])) == "<|observation|>3<|im_start|>"
+
+
+def test_an_end_token_of_the_model_that_the_tokenizer_lacks_is_found_nowhere():
+    tokenizer, call = byte_tokenizer(), Call("f", {"a": 1})
+    plain, other = (Bridge(tokenizer, stops, tools=[TOOL]) for stops in ([STOP], [STOP, 99_999]))
+    for messages, calls in (([tool_message(call, "3")], [call]), ([{"role": "user", "content": "3"}], [])):
+        assert other.ids(messages, calls) == plain.ids(messages, calls)
+    assert other.said(call) == plain.said(call) != ""
+    assert [*other.stops] == [*plain.stops]

@@ -13,6 +13,8 @@ import pytest
 
 from strop.data.prompts import encode_prompts
 from strop.errors import DataError, ModelError
+from strop.protocol import DataProto
+from strop.rewards.manager import RewardManager
 from strop.trainer.metrics import turn_metrics
 
 from byte_tokenizer import CHATML, STOP, TEXT_ARGUMENTS, byte_tokenizer
@@ -486,6 +488,25 @@ def test_a_text_of_reset_is_added_to_the_prompt():
     assert texts[0] == texts[1]
     positions = result.batch["position_ids"][0][result.batch["attention_mask"][0].bool()]
     assert positions.tolist() == list(range(len(positions)))
+
+
+class Shows(Tells):
+    def reward(self, conversation):
+        return float("The board is x." in conversation[0]["content"])
+
+
+def test_rewards_read_the_text_of_reset_in_the_prompt():
+    def score(messages, conversation, shown):
+        return float(messages == conversation[:1] == [{"role": "user", "content": shown}])
+
+    rows = {"start": ["x", ""], "shown": ["Hi\n\nThe board is x.", "Hi"]}
+    script = Script(environments_of(own=Shows), [["a"], ["b"]], rows=rows)
+    result = script.play()
+    assert result.batch["environment_scores"].sum(1).tolist() == [1, 0]
+    manager = RewardManager(script.tokenizer, 0, score)
+    output = manager(result.union(DataProto.from_dict(non_tensors={"data_source": ["d"] * 2})))
+    manager.close()
+    assert output.parts["rule"].tolist() == [1, 1]
 
 
 def test_a_text_of_reset_must_fit_and_be_of_the_group():

@@ -276,7 +276,7 @@ class ChatFormat:
     def parser(self) -> Any:
         """Return the parser of calls; ``Refusal`` if none follows from the chat template."""
         if self._parser is None:
-            texts = [self._tokenizer.decode([stop]) for stop in self._stops]
+            texts = [text for stop in self._stops if (text := self._tokenizer.decode([stop]))]
             options = dict(self.how.apply_chat_template_kwargs)
             try:
                 self._parser = find_parser(

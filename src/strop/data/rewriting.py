@@ -6,6 +6,8 @@ columns of the policy, L tokens of the longest re-tokenized conversation.
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,24 +49,30 @@ class Rewriter:
         """Return ``input_ids``, ``attention_mask`` and ``position_ids`` [B, L], padded on the left.
 
         Reads ``responses`` and ``response_mask`` [B, T], ``truncated`` [B], and ``raw_prompt``, the messages
-        kept by ``data.return_raw_chat``, with their ``raw_tools``. Pictures are words, ``[picture]``.
+        kept by ``data.return_raw_chat``, with their ``raw_tools``; of samples with turns also ``ended_by``
+        and ``conversation``. Pictures are words, ``[picture]``.
         """
         if "raw_prompt" not in batch.non_tensor_batch:
             raise DataError(
                 "samples have no raw_prompt, the chat messages that are re-tokenized for the reward model; a "
                 "custom data set must provide this column (data.return_raw_chat)"
             )
-        columns = batch.batch
+        columns, given = batch.batch, batch.non_tensor_batch["raw_prompt"]
         counts = (columns["images"] != 0).sum(dim=1).tolist() if "images" in columns else [0] * len(batch)
-        prompts = map(in_words, map(as_messages, batch.non_tensor_batch["raw_prompt"]), counts)
+        played: list[dict[str, Any]] = [{} for _ in given]
+        if "ended_by" in columns:
+            played = [*map(json.loads, batch.non_tensor_batch["conversation"])]
+        prompts = [one.get("prompt") or as_messages(own) for one, own in zip(played, given, strict=True)]
         texts = [
-            self._text(messages, tools, response_T[mask_T.bool()], bool(truncated))
-            for messages, tools, response_T, mask_T, truncated in zip(
+            self._text(self._chat(in_words(prompt, count), one.get("turns"), *tokens), tools, bool(truncated))
+            for prompt, count, one, tools, truncated, *tokens in zip(
                 prompts,
+                counts,
+                played,
                 batch.non_tensor_batch.get("raw_tools", [None] * len(batch)),
+                columns["truncated"],
                 columns["responses"],
                 columns["response_mask"],
-                columns["truncated"],
                 strict=True,
             )
         ]
@@ -76,11 +84,26 @@ class Rewriter:
         tensors = [{"input_ids": torch.tensor(row)} for row in rows]
         return collate(tensors, pad_token_id=self.writer.pad_token_id, max_prompt_length=longest)
 
-    def _text(self, messages: list[Any], tools: Any, token_ids: Any, truncated: bool) -> str:
-        response = self.reader.decode(token_ids, skip_special_tokens=True)
+    def _chat(self, messages: list[Any], turns: Any, ids_T: Any, mask_T: Any) -> list[Any]:
+        """Return the messages of the prompt, and each turn with the answers to it as the user's."""
+        pairs = zip(ids_T.tolist(), mask_T.tolist(), strict=True)
+        sampled = [
+            [token for token, _ in run]
+            for is_sampled, run in itertools.groupby(pairs, key=lambda pair: pair[1])
+            if is_sampled
+        ]
+        said = [self.reader.decode(ids, skip_special_tokens=True) for ids in sampled] or [""]
         if messages[-1]["role"] == "assistant":  # the response continues it
-            response = messages.pop()["content"] + response
-        messages = [*messages, {"role": "assistant", "content": response}]
+            said[0] = messages.pop()["content"] + said[0]
+        # a lost sample has turns, and no sampled tokens
+        for text, turn in zip(said, turns or [{}], strict=False):
+            messages.append({"role": "assistant", "content": text})
+            if answers := turn.get("answers"):  # not as of a tool: most templates of reward models have none
+                content = "\n".join(answer["content"] for answer in in_words(answers, 0))
+                messages.append({"role": "user", "content": content})
+        return messages
+
+    def _text(self, messages: list[Any], tools: Any, truncated: bool) -> str:
         messages, tools = map(control_tokens(self.writer).escape, (messages, tools))
         if truncated:
             messages[-1]["content"] += _RESPONSE_ENDS

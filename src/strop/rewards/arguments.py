@@ -127,6 +127,8 @@ class Played(NamedTuple):
     """The text that an agent program returned; None: that of the turns."""
     messages: list[dict[str, Any]] | None = None
     """All messages of a session's last request, with its answer; None: those of the prompt and the turns."""
+    prompt: list[dict[str, Any]] | None = None
+    """The prompt's messages with the text of ``reset``; None without one: those of the data."""
 
     @classmethod
     def of(cls, text: str, ids_T: Any, mask_T: Any, ended_by: str, tokenizer: Any) -> Played:
@@ -146,7 +148,7 @@ class Played(NamedTuple):
         ]
         for turn, ids in zip(turns, parts, strict=False):  # a lost sample has no sampled tokens
             turn.text = tokenizer.decode(ids, skip_special_tokens=True)
-        return cls(turns, ended_by)
+        return cls(turns, ended_by, prompt=found.get("prompt"))
 
     @property
     def text(self) -> str:
@@ -452,12 +454,16 @@ def named_values(
     take. Only what is wanted is computed.
     """
     known: dict[str, Callable[[], Any]] = {}
+
+    def messages() -> list[dict[str, Any]]:
+        return played.prompt if played is not None and played.prompt is not None else row.messages()
+
     if isinstance(row.given, str):
         known["prompt"] = lambda: row.given
     elif row.text is not None:
         known["prompt"] = row.text
     if row.given is not None or row.text is not None:
-        known["messages"] = row.messages
+        known["messages"] = messages
     if row.given is not None or row.tail is not None:
         known["response_prefix"] = row.response_prefix
     if (ids := row.ids) is not None:
@@ -472,7 +478,7 @@ def named_values(
     if played is not None or not TURN_NAMES.keys().isdisjoint(wanted):
         # a sample without turns has one; there a column of the data may have such a name
         turns = played or Played([PlayedTurn(response)], "length" if truncated else "stop")
-        of_turns = turns.values(row.messages() if "messages" in known else [])
+        of_turns = turns.values(messages() if "messages" in known else [])
         own = {name: functools.partial(of_turns.__getitem__, name) for name in of_turns}
         kept = own if played else own.keys() & {*wanted} - {*row.columns}
         known |= {name: own[name] for name in kept}
@@ -482,7 +488,7 @@ def named_values(
             answer = conversation_of(played.turns)
         known["completions"] = lambda: answer if row.is_chat else response
         if row.is_chat or "prompt" in known:
-            known["prompts"] = row.messages if row.is_chat else known["prompt"]
+            known["prompts"] = messages if row.is_chat else known["prompt"]
     columns = dict(row.columns)
     if row.is_chat:
         columns.pop("prompt", None)  # the name means a text

@@ -50,6 +50,7 @@ from strop.rewards.reward_output import (
     SamplePrinter,
     at_last_token,
     log_first,
+    lost_in,
     model_scores,
     name_row,
     program_parts,
@@ -411,7 +412,8 @@ class RewardManager(Reward):
             used_B = ~rules_B if validating else torch.ones_like(rules_B)  # in validation rules alone count
             lost_B = used_B & ~model_B.isfinite()
             outcomes = with_errors(outcomes, lost_B, "the reward model returned", model_B)
-            given[REWARD_MODEL] = model_B.masked_fill(~used_B | lost_B, math.nan)
+            no_score_B = ~used_B | lost_B | lost_in(batch)  # of a lost sample no part counts
+            given[REWARD_MODEL] = model_B.masked_fill(no_score_B, math.nan)
         parts, added = weigh(outcomes, given)
         scores_B = sum(added.values(), torch.zeros(len(samples)))
         lost_B = ~scores_B.isfinite()

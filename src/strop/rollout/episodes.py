@@ -173,8 +173,9 @@ class Episodes:
     def columns(self, batch: InFlight) -> DataProto:
         """Close the episodes of this rank's samples; return what is known of them, as columns.
 
-        conversation [R] (object): JSON of turns, each {text, calls, answers}; environment_scores [R, T]
-        float32, where environments give rewards.
+        conversation [R] (object): JSON of turns, each {text, calls, answers}, and of the prompt's messages
+        where ``reset`` has added a text to it; environment_scores [R, T] float32, where environments give
+        rewards.
         """
         rows = range(batch.own.start, batch.own.stop)
         asked = [(row, *self._close(batch, row)) for row in rows]
@@ -183,8 +184,12 @@ class Episodes:
             answer = self._awaited(future)
             is_lost = batch.records[row].error or not self._is_playing(batch, row, answer)
             scores.append(_scores(batch, row, None if is_lost else answer["rewards"]))
-            error = {"error": batch.records[row].error} if is_lost else {}
-            texts.append(json.dumps({"turns": turns, **error}, ensure_ascii=False))
+            found: dict[str, Any] = {"turns": turns}
+            if text := (episode := self._episode(batch, row)).text:
+                found["prompt"] = self._form.prompt_messages(episode.row, text, batch.pictures_of(row))
+            if is_lost:
+                found["error"] = batch.records[row].error
+            texts.append(json.dumps(found, ensure_ascii=False))
         columns: dict[str, Any] = {}
         if self._environments.gives_rewards:
             columns["environment_scores"] = torch.stack(scores)
@@ -354,7 +359,8 @@ class Episodes:
         turns = [asdict(turn) for turn in played]
         if not record.error:
             values = {"ended_by": ENDED_BY[int(batch.ended[row])], "n_turns": len(turns)}
-            values["messages"] = self._form.prompt_messages(self._episode(batch, row).row)
+            episode = self._episode(batch, row)
+            values["messages"] = self._form.prompt_messages(episode.row, episode.text or "")
         return turns, self._submit(batch, row, {"end": {"turns": turns, "values": values}})
 
 

@@ -139,9 +139,20 @@ class TurnFormat:
             return bridge.answers(calls, [content(given, call.name) for given, call in pairs])
         return [{**one, "content": content(one["content"], "respond")} for one in answer["messages"] or []]
 
-    def prompt_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a row's prompt."""
-        return self._how.messages(row[self._prompt_key])
+    def prompt_messages(
+        self, row: Mapping[str, Any], text: str = "", images: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return a row's prompt as messages, with the text of ``reset`` at the end of the user's last one.
+
+        ``images``: digests of its pictures, of which only the places are left; None: as the row has them.
+        """
+        messages = self._how.messages(row[self._prompt_key])
+        if images is not None and self._pictures is not None:
+            messages = with_places(messages, len(images))
+        last = messages[-1]
+        if text and last["role"] == "user":
+            return [*messages[:-1], {**last, "content": _joined(last["content"], text)}]
+        return [*messages, {"role": "user", "content": text}] if text else messages
 
     def prompt(
         self, row: Mapping[str, Any], tools: Tools, text: str, images: Sequence[int] = ()
@@ -157,14 +168,8 @@ class TurnFormat:
                 "reset returned a text for the prompt, which the samples of a prompt share, and "
                 "environment.seed=sample gives each its own: set environment.seed=prompt"
             )
-        messages, shown_pictures = self.prompt_messages(row), None
-        if self._pictures is not None:
-            messages, shown_pictures = with_places(messages, len(images)), [self._pictures.expansion(images)]
-        last = messages[-1]
-        if text and last["role"] == "user":
-            messages = [*messages[:-1], {**last, "content": _joined(last["content"], text)}]
-        elif text:
-            messages = [*messages, {"role": "user", "content": text}]
+        messages, pictures = self.prompt_messages(row, text, images), self._pictures
+        shown_pictures = None if pictures is None else [pictures.expansion(images)]
         shown = json.dumps(tools) if tools else None
         try:
             return encode_prompts([messages], self._tokenizer, self._how, [shown], shown_pictures)[0]

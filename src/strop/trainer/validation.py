@@ -6,6 +6,7 @@ Shapes: P prompts, N samples of each, B = P x N.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,7 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
         by_statistic[f"best@{k}"] = expected_best(scores_PN, k)
         by_statistic[f"worst@{k}"] = expected_worst(scores_PN, k)
     if extract is not None:
-        answers = [extract(response) for response in samples["response"].to_pylist()]
+        answers = [extract(response) for response in _scored_texts(samples)]
         answers_PN = [answers[start : start + n] for start in range(0, len(answers), n)]
         for k in sample_counts(n):
             by_statistic[f"maj@{k}"] = expected_majority(scores_PN, answers_PN, k, seed=seed)
@@ -133,6 +134,18 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
         error_rate=_mean(samples, "reward_failed") if "reward_failed" in samples.column_names else None,
         hidden_tokens=_mean(samples, "hidden_tokens") if "hidden_tokens" in samples.column_names else None,
     )
+
+
+def _scored_texts(samples: pa.Table) -> list[str]:
+    """Return the texts that scorers read: of samples with turns without the answers between these."""
+    if "conversation" not in samples.column_names:
+        return samples["response"].to_pylist()
+    played = map(json.loads, samples["conversation"].to_pylist())
+    # a program may return another text than that of its turns
+    return [
+        "\n".join(turn["text"] for turn in one["turns"]) if (text := one.get("response")) is None else text
+        for one in played
+    ]
 
 
 def _mean(samples: pa.Table, column: str) -> float:
