@@ -102,7 +102,7 @@ n_replayed          | B   | int16   | turns  | rollout | metrics | recorded befo
 n_abandoned         | B   | int16   | turns  | rollout | metrics | asked for, and left by the client | agent
 agent_waiting       | B   | float32 | share  | rollout | metrics | of time, for programs | agent
 turn_cut            | B   | bool    |        | rollout | metrics | at a limit of its last turn | environment
-conversation        | B   | object  | JSON   | rollout | rewards, samples | turns; prompt with the text of reset | environment
+conversation        | B   | object  | JSON   | rollout | rewards, samples | turns, prompt | environment
 environment_scores  | BT  | float32 | score  | rollout | rewards | of a turn; NaN: none | it has `reward`
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted
 hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted
@@ -150,7 +150,7 @@ response_with_special_tokens | B | string | text | samples | view | null without
 truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
 ended_by            | B   | string  | text   | samples | view | reason of the end | environment
 n_turns             | B   | int16   | turns  | samples | view | of the policy | environment
-conversation        | B   | string  | JSON   | samples | view | turns: text, calls, answers; prompt | environment
+conversation        | B   | string  | JSON   | samples | view | turns, and the prompt | environment
 score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
 reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
 reward_text/<part>  | B   | string  | text   | samples | view | what a scorer returned besides numbers
