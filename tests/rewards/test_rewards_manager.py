@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -342,3 +343,16 @@ def test_a_sample_without_a_score_is_left_out_and_counted(make: Make, batch_of: 
     assert output.parts["rule"].nan_to_num(-9.0).tolist() == [1.0, -9.0, 1.0]
     assert output.metrics["reward/rule/mean"] == 1.0
     assert output.metrics["reward/left_out"] == 1.0
+
+
+def test_the_first_row_is_scored_where_the_tokenizer_has_no_end_token(tokenizer: Any):
+    without = copy.deepcopy(tokenizer)
+    without.eos_token = None
+    manager = RewardManager(without, 0, lambda response: float(len(response)))
+    columns = {"data_source": ["d"], "prompt": ["1+1="], "ground_truth": ["12"]}
+    found = manager.score_example(
+        DataProto.from_dict(non_tensors=columns), n=1, has_reward_model=False, is_check=True
+    )
+    manager.close()
+    assert found is not None
+    assert (found.tried[0].response, found.tried[0].value) == ("12", 2.0)

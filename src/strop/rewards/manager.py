@@ -549,7 +549,11 @@ class RewardManager(Reward):
         function = f"{self.scorer.own.where} takes {taken}"
 
         def score(text: str, convert: Convert | None) -> tuple[str, Outcome]:
-            ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            end = self.tokenizer.eos_token_id  # None: the model's configuration alone has one
+            ids = [
+                *self.tokenizer(text, add_special_tokens=False)["input_ids"],
+                *([] if end is None else [end]),
+            ]
             sample = self._sample(values, 0, fields, parts, ids, truncated=False)
             if convert is not None:
                 named = {
