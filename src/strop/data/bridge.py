@@ -80,7 +80,7 @@ class Bridge:
         own: dict[str, Any] = {"tools": list(tools)} if tools else {}
         self._options: dict[str, Any] = {**how.apply_chat_template_kwargs, **own}
         added = tokenizer.added_tokens_decoder
-        texts = {stop: str(added[stop]) if stop in added else tokenizer.decode([stop]) for stop in stop_ids}
+        texts = {stop: str(added[stop] if stop in added else tokenizer.decode([stop])) for stop in stop_ids}
         # an id beyond the tokenizer has no text, and would be found at any place
         self.stops: dict[str, int] = {text: stop for stop, text in texts.items() if text}
         self.answers_as_user = answer_role == "user"
