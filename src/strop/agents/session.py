@@ -25,7 +25,7 @@ from strop.agents.chat import (
 )
 from strop.algorithms import token_tree
 from strop.algorithms.token_tree import NOTHING, PROMPT, Row, row_of
-from strop.data.bridge import call_message
+from strop.data.bridge import call_id, call_message
 from strop.data.pictures.parts import Shown, digests_of
 from strop.pictures import Picture
 
@@ -95,13 +95,9 @@ class Node:
 
     @property
     def call_ids(self) -> list[str]:
-        """Ids of the answer's calls: nine characters, which Mistral's template demands."""
-        letters = "abcdefghijklmnopqrstuvwxyz0123456789"
-        found = []
-        for place in range(len(self.answer.calls) if self.answer else 0):
-            digest = hashlib.blake2b(f"{self.key} {place}".encode(), digest_size=9).digest()
-            found.append("".join(letters[byte % len(letters)] for byte in digest))
-        return found
+        """Ids of the answer's calls."""
+        count = len(self.answer.calls) if self.answer else 0
+        return [call_id(self.key, place) for place in range(count)]
 
     def message(self) -> dict[str, Any]:
         """Return the answer as a message, with arguments as JSON."""

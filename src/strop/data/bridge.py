@@ -12,6 +12,7 @@ strip what follows a special token, or add a space to the first text.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import re
@@ -35,6 +36,7 @@ _FORMS = ("mapping", "text", "content")
 _ROLES = ("user", "tool", "system", "assistant")
 _AS_USER = "set environment.answer_role=user, which sends a tool's answer as a user's message"
 _HELLO = {"role": "user", "content": "Hi"}
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class Call(NamedTuple):
@@ -290,6 +292,12 @@ def _common(one: str, other: str, *, from_end: bool = False) -> str:
     pieces = [re.findall(r"<[^<>\s]+>|.", text, re.DOTALL)[::step] for text in (one, other)]
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*pieces, strict=False))
     return "".join([same for same, _ in pairs][::step])
+
+
+def call_id(*of: object) -> str:
+    """Return the id of a call: nine characters, which Mistral's template demands."""
+    digest = hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=9).digest()
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
 
 
 def tool_message(call: Call, text: str | list[Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from strop.columns import ENDED_BY
-from strop.data.bridge import Bridge, Call
+from strop.data.bridge import Bridge, Call, call_id
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError, ModelError
@@ -33,7 +33,7 @@ from strop.protocol import DataProto
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import LOOK_S, GenerationStopped
 from strop.rollout.in_flight import Gather, InFlight, Place, Record, RecordedTurn, exchange
-from strop.rollout.turn_format import TurnFormat, call_id
+from strop.rollout.turn_format import TurnFormat
 from strop.terminal import printable
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from strop.data.pictures.expand import PromptPictures
     from strop.pictures import Picture
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools."""
 
@@ -200,9 +198,3 @@ def _joined(content: str | list[Any], text: str) -> str | list[Any]:
     if isinstance(content, list):
         return [*content, {"type": "text", "text": f"\n\n{text}"}]
     return f"{content}\n\n{text}".strip()
-
-
-def call_id(seed: int, turn: int, number: int) -> str:
-    """Return the id of a call: nine characters, which Mistral's template demands."""
-    digest = hashlib.blake2b(f"{seed} {turn} {number}".encode(), digest_size=9).digest()
-    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
