@@ -27,20 +27,12 @@ from strop.errors import traceback_of
 from strop.rewards.arguments import Function
 from strop.rewards.process_tree import kill_marked
 from strop.rewards.scorer import Scorer, outcome_of
-from strop.rewards.worker.child import arriving, begun, send, wide_streams
+from strop.rewards.worker.child import arriving, end_fork, send, serve_many
 
 _LONGEST_OUTPUT = 1 << 20
 _MOST_THREADS = 4096
 _MARK = "STROP_AGENT"
 """Environment variable of a command and what it starts, with a unique value."""
-_OWN_ID = os.getpid()
-
-
-def main() -> None:
-    """Redirect the standard streams, end with the starter, and serve until the requests end."""
-    requests, answers, _ = wide_streams()
-    if (found := begun(requests, answers, _program)) is not None:
-        asyncio.run(_serve(*found, answers))
 
 
 def _program(pickled: bytes, command: str, host: str) -> Function | str:
@@ -68,8 +60,7 @@ async def _serve(program: Function | str, messages: Any, answers: IO[str]) -> No
         # User code may raise anything, SystemExit included.
         except BaseException as error:  # noqa: BLE001
             found = {"error": in_one_line(error), "traceback": traceback_of(error)}
-        if os.getpid() != _OWN_ID:  # a fork of the program returned from the call
-            os._exit(0)
+        end_fork()
         try:
             send(answers, {"token": name, **found})
         except BaseException:  # noqa: BLE001 - an answer that never comes would cost the session's time
@@ -113,8 +104,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
             found = work()
         except BaseException as raised:  # noqa: BLE001 - user code may raise anything
             error = raised
-        if os.getpid() != _OWN_ID:  # a fork of the program returned from the call
-            os._exit(0)
+        end_fork()
 
         def settle() -> None:
             if not done.done():
@@ -188,4 +178,4 @@ def _outcome(value: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    serve_many(_program, _serve)

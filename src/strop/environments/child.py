@@ -25,16 +25,7 @@ from typing import IO, Any
 from strop.environments.episode import Blueprint, Episode, in_one_line
 from strop.errors import traceback_of
 from strop.rewards.arguments import PlayedTurn
-from strop.rewards.worker.child import STACK_BYTES, arriving, begun, is_lack_of_memory, send, wide_streams
-
-_OWN_ID = os.getpid()
-
-
-def main() -> None:
-    """Redirect the standard streams, end with the starter, and serve until the requests end."""
-    requests, answers, _ = wide_streams()
-    if (found := begun(requests, answers, pickle.loads)) is not None:
-        asyncio.run(_serve(*found, answers))
+from strop.rewards.worker.child import STACK_BYTES, arriving, end_fork, is_lack_of_memory, send, serve_many
 
 
 async def _serve(blueprint: Blueprint, messages: Any, answers: IO[str]) -> None:
@@ -86,7 +77,7 @@ class _Live:
                 error.add_note("`async def` methods run in another thread than others: make all one kind")
             raise
         finally:
-            _end_fork()
+            end_fork()
 
     async def end(self) -> None:
         """Close the environment and end the thread; errors are printed."""
@@ -105,13 +96,7 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
         return None, error
     finally:
-        _end_fork()
-
-
-def _end_fork() -> None:
-    """End this process if it is a fork, from which user code has returned."""
-    if os.getpid() != _OWN_ID:
-        os._exit(0)
+        end_fork()
 
 
 def _end_without_memory(error: BaseException) -> None:
@@ -156,4 +141,4 @@ async def _rewards(ended: _Live, turns: Sequence[Any], values: Mapping[str, Any]
 
 
 if __name__ == "__main__":
-    main()
+    serve_many(pickle.loads, _serve)

@@ -32,7 +32,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 Answer = Callable[[str, Sequence[Outcome]], None]
 
 STACK_BYTES = 1 << 20
-"""Of a thread of ``wide_streams``."""
+"""Of a thread in ``serve_many``."""
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _NEEDED = {name: sys.modules[name] for name in ("builtins", "json", "os", "pickle", "random", "sys")}
@@ -53,6 +53,7 @@ _CALLED = [
     for module, name in ((json, "dumps"), (pickle, "load"), (pickle, "loads"))
 ]
 _BUILT_IN = frozenset(vars(builtins))
+_OWN_ID = os.getpid()
 
 
 def main() -> None:
@@ -78,13 +79,18 @@ def streams() -> tuple[IO[bytes], IO[str], int]:
     return requests, answers, memory_mb
 
 
-def wide_streams() -> tuple[IO[bytes], IO[str], int]:
-    """Return ``streams`` of a process that runs hundreds of functions at once, each with its connections."""
+def serve_many(
+    make: Callable[..., T], work: Callable[[T, Iterator[Any], IO[str]], Coroutine[Any, Any, None]]
+) -> None:
+    """Run ``work`` with what ``begun`` returns, for hundreds of functions at once with their connections."""
+    import asyncio  # doubles the start time
+
     threading.stack_size(STACK_BYTES)
-    found = streams()
+    requests, answers, _ = streams()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return found
+    if (found := begun(requests, answers, make)) is not None:
+        asyncio.run(work(*found, answers))
 
 
 def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
@@ -93,7 +99,6 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
     Answers the first one with the status ``ready``, or with ``raised`` and the traceback, and then returns.
     Ends the process, instead of an answer, after a sample whose scorer broke it for the next ones.
     """
-    own_id = os.getpid()
     pipes = {descriptor: _identity(descriptor) for descriptor in (requests.fileno(), answers.fileno())}
     found = begun(requests, answers, lambda pickled, *how: (pickle.loads(pickled), *how))
     if found is None:
@@ -104,8 +109,7 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
         with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
             sys.stdout.flush()
             sys.stderr.flush()
-        if os.getpid() != own_id:  # a fork of the scorer returned from the call
-            os._exit(0)
+        end_fork()
         if broken := _broken(pipes):
             os.write(2, f"the reward function removed or replaced {broken} of its process\n".encode())
             os._exit(1)
@@ -177,6 +181,12 @@ def _serve_concurrently(
         ending = True
 
     asyncio.run(serve_all())
+
+
+def end_fork() -> None:
+    """End this process if it is a fork, from which user code has returned."""
+    if os.getpid() != _OWN_ID:
+        os._exit(0)
 
 
 def _broken(pipes: Mapping[int, tuple[int, int]]) -> str:
