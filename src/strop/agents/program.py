@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from strop.config.schema.agent import AgentConfig
@@ -22,6 +23,7 @@ from strop.passed import for_process
 from strop.rewards.arguments import Function
 from strop.rewards.worker.process import Child
 
+_start_child = partial(Child, module="strop.agents.child", what="agent program", section="agent")
 _LONGEST_LINE = 1 << 24  # bytes of an answer
 _TICK_S = 0.02
 _SILENT_S = 5.0
@@ -190,7 +192,7 @@ class _Process:
         wait = not self._running
         with contextlib.suppress(queue.Empty):
             while True:
-                message = self._arrived.get(block=wait, timeout=None)
+                message = self._arrived.get(block=wait)
                 wait = False
                 if message is None:
                     self._open = False
@@ -213,14 +215,7 @@ class _Process:
         if self._child is None or (len(self._running) == 1 and not self._child.is_alive()):
             self._drop()
             self._heard_at = math.inf  # it has to begin before it is stuck
-            self._child = Child(
-                self._setup,
-                self._memory_limit_mb,
-                module="strop.agents.child",
-                what="agent program",
-                section="agent",
-                longest_line=_LONGEST_LINE,
-            )
+            self._child = _start_child(self._setup, self._memory_limit_mb, longest_line=_LONGEST_LINE)
         self._child.lane.post(pickle.dumps((name, values)))
         self._child.output.allow_more()
 

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from strop.config.schema.environment import EnvironmentConfig
@@ -31,6 +32,7 @@ from strop.pictures import Sent
 from strop.rewards.arguments import ground_truth_of
 from strop.rewards.worker.process import Child
 
+_start_child = partial(Child, module="strop.environments.child", what="environment", section="environment")
 _LONGEST_LINE = 1 << 26  # bytes of an answer: the texts of all turns that were played again
 _TICK_S = 0.002  # time until a request that comes while others are in flight is sent
 _CLOSE_S = 0.2  # the same for the request to end
@@ -205,14 +207,7 @@ class _Process:
         else:
             if self._child is None or (not self._in_flight and self._child.is_gone()):
                 self._drop()
-                self._child = Child(
-                    self._setup,
-                    self._memory_limit_mb,
-                    module="strop.environments.child",
-                    what="environment",
-                    section="environment",
-                    longest_line=_LONGEST_LINE,
-                )
+                self._child = _start_child(self._setup, self._memory_limit_mb, longest_line=_LONGEST_LINE)
             request.begun = None
             self._post(request)
         requests.popleft()
