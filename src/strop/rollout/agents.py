@@ -224,24 +224,18 @@ class AgentRollout:
         self._engine.advanced = tokens_only(self.advanced)
         self._engine.stopping = self.stopping
         with self._engine.waves(oldest.params) as wave:
-            self._play(batches, plays, version, wave, reported)
-
-    def _play(
-        self, batches: Sequence[_Batch], plays: Sequence[_Play], version: int, wave: Wave, reported: int
-    ) -> None:
-        oldest = batches[0]
-        while True:
-            begun = time.monotonic()
-            while not self._is_ready(oldest, plays):
-                self._engine.require_going_on()
-                time.sleep(_GATHER_S)
-            oldest.wait_s += time.monotonic() - begun
-            ended = sum(play.state == "ended" for play in oldest.plays)
-            self.advanced(ended - reported, 0)
-            reported = ended
-            if ended == len(oldest.plays):
-                return
-            self._wave(batches, version, wave)
+            while True:
+                begun = time.monotonic()
+                while not self._is_ready(oldest, plays):
+                    self._engine.require_going_on()
+                    time.sleep(_GATHER_S)
+                oldest.wait_s += time.monotonic() - begun
+                ended = sum(play.state == "ended" for play in oldest.plays)
+                self.advanced(ended - reported, 0)
+                reported = ended
+                if ended == len(oldest.plays):
+                    return
+                self._wave(batches, version, wave)
 
     def _is_ready(self, oldest: _Batch, plays: Sequence[_Play]) -> bool:
         """Wait until a wave can begin or all of ``oldest`` have ended; return False to look again."""
