@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from strop.errors import ConfigError
-from strop.listening import LOOPBACK, Address, bearer
+from strop.listening import LOOPBACK, Address, bearer, is_token
 
 
 def test_a_taken_port_is_an_error_unless_it_was_only_the_usual_one():
@@ -44,3 +44,11 @@ def test_the_token_decides_and_without_one_the_name():
     assert [refused and refused[0] for refused in found] == [None, 401, 401, 401]
     found = [free.refusal(name, []) for name in ("localhost:1", "127.0.0.1", "[::1]:80", "evil.example", "[")]
     assert [refused and refused[0] for refused in found] == [None, None, None, 403, 403]
+
+
+@pytest.mark.parametrize(
+    ("given", "token", "is_right"),
+    [("secret", "secret\n", True), ("wrong", "secret\n", False), ("", "", False), ("", "\n", False)],
+)
+def test_a_token_of_a_file_counts_without_its_new_line(given, token, is_right):
+    assert is_token(given, token) is is_right  # as clients send it: see Connection

@@ -125,7 +125,7 @@ class RequireToken:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
         """Pass on what has the token, and the server's own start and end."""
         given = bearer(dict(scope.get("headers", [])).get(b"authorization", b"").decode(errors="replace"))
-        allowed = self._token and is_token(given, self._token)
+        allowed = is_token(given, self._token)
         if scope["type"] == "lifespan" or allowed:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
