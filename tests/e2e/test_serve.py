@@ -24,6 +24,7 @@ from picture_rows import picture
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from strop.agents.chat import ChatFormat
 from strop.cli import serve as command
 from strop.data.pictures.expand import load_processor
 from strop.errors import ConfigError
@@ -375,6 +376,20 @@ def test_an_error_of_the_engine_is_that_of_its_requests(scripted):
     engine.texts += [None, "well"]
     with pytest.raises(openai.InternalServerError, match="no memory is left"):
         ask(client)
+    assert ask(client)[0] == "well"
+
+
+def test_an_answer_that_has_no_text_is_an_error_of_its_request(scripted, monkeypatch):
+    client, engine = scripted
+    engine.texts += ["lost", "well"]
+
+    def unreadable(*_):
+        raise TypeError("no text of this token")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ChatFormat, "cut_at_stop", unreadable)
+        with pytest.raises(openai.InternalServerError, match="no text of this token"):
+            ask(client.with_options(timeout=10))
     assert ask(client)[0] == "well"
 
 

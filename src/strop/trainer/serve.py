@@ -147,12 +147,11 @@ class _Handler:
         alike = [chat for chat in chats if chat.params == chats[0].params]
         found = _in_flight(alike)
         wave([found], 0)
-        chats[:] = [chat for chat in chats if chat not in alike]  # these come first the next time
         for row, chat in enumerate(alike):
             if chat.take(self._form, found.ids(row), is_stopped=bool(found.stopped[row])):
+                chats.remove(chat)
                 chat.settle()
-            else:
-                chats.append(chat)
+        chats.sort(key=alike.__contains__)  # the others come first the next time
 
 
 def _in_flight(chats: Sequence[_Chat]) -> InFlight:
