@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.models.loader import load_causal_lm, load_tokenizer
+from strop.rollout.http.wire import facts_of
 from strop.rollout.vllm.arguments import vocabulary_digest
 
 import tiny_model
@@ -247,3 +249,10 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(
         assert evaluate(inputs, run, tmp_path / "trained_here") == 0
         (_, found), (_, expected) = results(tmp_path / "trained_there"), results(tmp_path / "trained_here")
         assert found.select(["response_ids", "score"]) == expected.select(["response_ids", "score"])
+
+
+def test_facts_are_read_in_a_notebook_whose_thread_has_an_event_loop():
+    async def cell(server):
+        return facts_of([server.url], None, None)[server.url]
+
+    assert asyncio.run(cell(FakeVLLM()))["ranks"] == 1

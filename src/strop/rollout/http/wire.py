@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from strop.connection import Connection, Lost, Refused
@@ -234,4 +235,6 @@ def facts_of(
         wires = [VLLMWire(Connection(url, token, proxy), 0) for url in urls]
         return await asyncio.gather(*(wire.facts(_ANSWER_S) for wire in wires), return_exceptions=True)
 
-    return dict(zip(urls, asyncio.run(all_facts()), strict=True))
+    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has an event loop
+        found = thread.submit(lambda: asyncio.run(all_facts())).result()
+    return dict(zip(urls, found, strict=True))
