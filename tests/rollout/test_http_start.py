@@ -124,6 +124,9 @@ def test_a_file_of_urls_has_comments_and_empty_lines(tmp_path):
     assert read_urls(of([str(tmp_path / "urls")])) == ["http://a:1", "http://b:2"]
     with pytest.raises(ConfigError, match=naming("missing", "No such file")):
         read_urls(of(["missing"]))
+    (tmp_path / "urls").write_bytes(b"PAR1\xff")
+    with pytest.raises(ConfigError, match=naming("urls", "utf-8")):
+        read_urls(of([str(tmp_path / "urls")]))
 
 
 def test_urls_of_a_file_are_under_the_rule_of_others_each_once(tmp_path):

@@ -13,7 +13,7 @@ from strop.config.memory.facts import ModelFacts
 from strop.config.memory.shapes import weights
 from strop.config.placement import Placement, is_written, uses_gpu
 from strop.config.schema.environment import uses_environment
-from strop.errors import ConfigError
+from strop.errors import ConfigError, raised_as
 from strop.listening import fault_of_url, is_loopback
 from strop.rollout.http.keys import NAMES
 from strop.rollout.vllm.kind import KIND as VLLM
@@ -158,10 +158,8 @@ def read_urls(http: Any) -> list[str]:
     """
     given = http.urls
     if len(given) == 1 and "://" not in given[0]:
-        try:
+        with raised_as(ConfigError, f"{_ROLLOUT}.http.urls={given[0]}", OSError, UnicodeDecodeError):
             lines = Path(given[0]).expanduser().read_text().splitlines()
-        except OSError as problem:
-            raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: {problem.strerror}") from problem
         if not (urls := [line.strip() for line in lines if line.strip() and not line.startswith("#")]):
             raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: it has no URL; expected one on each line")
         given = urls
