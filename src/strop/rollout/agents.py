@@ -133,7 +133,7 @@ class AgentRollout:
         rollout = config.actor_rollout_ref.rollout
         # those of training also while a validation samples otherwise: programs need not know of it
         self._sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
-        self._prompt_key, self._pad_id = config.data.prompt_key, spec.tokenizer.pad_token_id
+        self._prompt_key = config.data.prompt_key
         self.advanced: Advanced = lambda done, tokens: None
         self.stopping = threading.Event()
         self._queue = Queue[_Batch]()
@@ -370,12 +370,12 @@ class AgentRollout:
     def _wave(self, batches: Sequence[_Batch], version: int, generate: Wave) -> None:
         """Sample the open nodes; those of the first batch to their ends."""
         with self._changed:
-            waves = [_Wave.of(batch, shows_pictures=self._form.pictures is not None) for batch in batches]
-            waves = [wave for wave in waves if wave.nodes]
+            waves = [wave for wave in map(_Wave.of, batches) if wave.nodes]
         if not waves:
             return
         contexts: dict[Any, Tensor] = {}
-        flights = [wave.in_flight(self._pad_id, contexts) for wave in waves]
+        shows = self._form.pictures is not None
+        flights = [wave.in_flight(contexts, shows_pictures=shows) for wave in waves]
         generate(flights, version)
         with self._changed:
             for wave, flight in zip(waves, flights, strict=True):
@@ -429,10 +429,9 @@ class _Wave:
     batch: _Batch
     nodes: list[tuple[_Play, Node]]
     limits: list[int]
-    shows_pictures: bool
 
     @classmethod
-    def of(cls, batch: _Batch, *, shows_pictures: bool) -> _Wave:
+    def of(cls, batch: _Batch) -> _Wave:
         """Collect the open nodes of a batch for which clients wait."""
         nodes, limits, now = [], [], time.monotonic()
         for play in batch.plays:
@@ -444,26 +443,19 @@ class _Wave:
                 ordered = [node for node in ordered if node not in late]
             nodes += [(play, node) for node in ordered]
             limits += play.session.limits(ordered)
-        return cls(batch, nodes, limits, shows_pictures)
+        return cls(batch, nodes, limits)
 
-    def in_flight(self, pad_id: int, contexts: dict[Any, Tensor]) -> InFlight:
+    def in_flight(self, contexts: dict[Any, Tensor], *, shows_pictures: bool) -> InFlight:
         """Return the nodes as samples; equal contexts are one tensor."""
-        params = replace(self.batch.params, n=1)
-        shown = [node.whole for _, node in self.nodes]
-        columns = padded_on_the_left([one.ids for one in shown], pad_id)
-        if not params.greedy:
-            columns["seeds"] = torch.tensor([[node.seed] for _, node in self.nodes])
-        found = InFlight(DataProto(columns), params, limits=self.limits)
+        nodes, params = [node for _, node in self.nodes], replace(self.batch.params, n=1)
+        found = flight_of(nodes, params, self.limits, shows_pictures=shows_pictures)
         found.prompt_ids = [
-            contexts.setdefault((tuple(one.ids), one.images_at), torch.tensor(one.ids)) for one in shown
+            contexts.setdefault((tuple(one.ids), one.images_at), torch.tensor(one.ids))
+            for one in (node.whole for node in nodes)
         ]
-        if self.shows_pictures:
-            show_pictures(found, [node for _, node in self.nodes])
-        for row, (_, node) in enumerate(self.nodes):
-            done = found.lengths[row] = len(node.ids)
-            found.tokens[row, :done] = torch.tensor(node.ids)
-            found.log_probs[row, :done] = torch.tensor(node.log_probs)
-            found.versions[row, :done] = torch.tensor(node.versions, dtype=torch.int32)
+        for row, node in enumerate(nodes):
+            found.log_probs[row, : len(node.ids)] = torch.tensor(node.log_probs)
+            found.versions[row, : len(node.ids)] = torch.tensor(node.versions, dtype=torch.int32)
         return found
 
     def take(self, found: InFlight) -> list[tuple[_Play, Node]]:
@@ -483,13 +475,23 @@ class _Wave:
         return answered
 
 
-def show_pictures(batch: InFlight, nodes: Sequence[Node]) -> None:
-    """Give samples the pictures of the nodes' contexts, whose first requests are pure prompts."""
-    for node in nodes:
-        root, whole = node.path[0], node.whole
-        batch.images.append(torch.tensor(digests_of(root.images_at), dtype=torch.long))
-        images_at = whole.images_at or [0] * len(whole.ids)
-        batch.images_before.append([*images_at[len(root.inserted) :]])
+def flight_of(
+    nodes: Sequence[Node], params: SamplingParams, limits: Sequence[int], *, shows_pictures: bool
+) -> InFlight:
+    """Return open nodes as samples that go on after the ids that they have; contexts are the prompts."""
+    shown = [node.whole for node in nodes]
+    columns = padded_on_the_left([one.ids for one in shown])
+    if not params.greedy:
+        columns["seeds"] = torch.tensor([[node.seed] for node in nodes])
+    found = InFlight(DataProto(columns), params, limits=limits)
+    for row, (node, whole) in enumerate(zip(nodes, shown, strict=True)):
+        found.lengths[row] = done = len(node.ids)
+        found.tokens[row, :done] = torch.tensor(node.ids)
+        if shows_pictures:  # the first request of a session is a pure prompt
+            root, images_at = node.path[0], whole.images_at or [0] * len(whole.ids)
+            found.images.append(torch.tensor(digests_of(root.images_at), dtype=torch.long))
+            found.images_before.append([*images_at[len(root.inserted) :]])
+    return found
 
 
 def _settle(future: asyncio.Future[Node], node: Node) -> None:

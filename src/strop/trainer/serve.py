@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
-import torch
-
 from strop.agents.chat import ChatFormat, Refusal, read_request
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node
@@ -32,8 +30,7 @@ from strop.data.pictures.expand import PromptPictures, load_processor
 from strop.errors import ModelError, traceback_of
 from strop.listening import Address
 from strop.models.source import OF_PROCESSORS
-from strop.protocol import DataProto, padded_on_the_left
-from strop.rollout.agents import show_pictures
+from strop.rollout.agents import flight_of
 from strop.rollout.base import MANY, SamplingParams
 from strop.rollout.in_flight import InFlight
 from strop.terminal import printable
@@ -156,18 +153,11 @@ class _Handler:
 
 def _in_flight(chats: Sequence[_Chat]) -> InFlight:
     """Return requests of equal parameters, to get a slice each: seeds of vLLM depend on where it begins."""
-    params = chats[0].params
-    columns = padded_on_the_left([chat.node.context for chat in chats])
-    if not params.greedy:
-        columns["seeds"] = torch.tensor([[chat.node.seed] for chat in chats])
     limits = [min(len(chat.node.ids) + _SLICE, chat.limit) for chat in chats]
-    found = InFlight(DataProto(columns), params, limits=limits)
+    nodes = [chat.node for chat in chats]
+    has_pictures = any(node.images_at for node in nodes)
+    found = flight_of(nodes, chats[0].params, limits, shows_pictures=has_pictures)
     found.names = chats
-    if any(chat.node.images_at for chat in chats):
-        show_pictures(found, [chat.node for chat in chats])
-    for row, chat in enumerate(chats):
-        found.lengths[row] = done = len(chat.node.ids)
-        found.tokens[row, :done] = torch.tensor(chat.node.ids)
     return found
 
 
