@@ -73,10 +73,7 @@ class PromptTable:
         """Return the number of chats in a column whose last message is of ``role``."""
         total = 0
         for chats in self.table.column(column).chunks:
-            kind = chats.type
-            if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-                return 0
-            if not pa.types.is_struct(kind.value_type) or kind.value_type.get_field_index("role") < 0:
+            if not _are_chats(chats.type):
                 return 0
             lengths = (
                 pc.call_function("list_value_length", [chats]).fill_null(0).to_numpy(zero_copy_only=False)
@@ -473,16 +470,16 @@ def _are_in_answers(table: pa.Table, keys: Mapping[str, str]) -> bool:
         return False
     names = [key for key in (keys["chosen"], keys["rejected"]) if key in table.column_names]
     kinds = [table.schema.field(name).type for name in names]
-    are_chats = len(kinds) == 2 and all(
-        (pa.types.is_list(kind) or pa.types.is_large_list(kind))
-        and pa.types.is_struct(kind.value_type)
-        and kind.value_type.get_field_index("role") >= 0
-        for kind in kinds
-    )
-    if not are_chats:
+    if len(kinds) < 2 or not all(map(_are_chats, kinds)):
         return False
     lengths = pc.call_function("list_value_length", [table.column(names[0])]).fill_null(0).to_numpy()
     return int(lengths.max()) > 1  # an answer alone has no prompt
+
+
+def _are_chats(kind: pa.DataType) -> bool:
+    """Return True for the type of a column of lists of messages."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and pa.types.is_struct(kind.value_type) and kind.value_type.get_field_index("role") >= 0
 
 
 def _meant(what: str, key: str, found: Sequence[str]) -> str | None:

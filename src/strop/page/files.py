@@ -46,9 +46,9 @@ from strop.tracking.thumbnails import PICTURES
 KINDS = ("rollouts", "validation")
 """Folders of samples."""
 _SEARCHED = ("prompt", "response", "response_with_special_tokens", "ground_truth", "uid")
-_TEXTS = (
+_PLAIN = (
     *("uid", "data_source", "ground_truth", "prompt", "response", "response_with_special_tokens"),
-    *("ended_by", "conversation"),
+    *("ended_by", "conversation", "images", "truncated", "reward_failed", "hidden_tokens"),
 )
 _PER_TOKEN = ("response_ids", "response_mask", "follows", "rollout_versions", *TOKEN_COLUMNS)
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -233,15 +233,7 @@ class RunFiles:
         path = self._samples(kind, step)
         with reading_samples(path), pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            wanted = [
-                *_TEXTS,
-                "images",
-                "truncated",
-                "score",
-                "reward_failed",
-                "hidden_tokens",
-                "response_length",
-            ]
+            wanted = [*_PLAIN, "score", "response_length"]
             wanted += [name for name in names if name.startswith("reward/")]
             wanted += _PER_TOKEN if tokens else ()
             missing = [row for row in rows if not 0 <= row < file.metadata.num_rows]
@@ -395,9 +387,7 @@ def _take(file: pq.ParquetFile, names: Sequence[str], rows: Sequence[int]) -> li
 
 def _record(row: int, record: dict[str, Any], token_texts: dict[str, str]) -> dict[str, Any]:
     parts = [[name, rounded([record[name]])[0]] for name in record if name.startswith("reward/")]
-    plain = {
-        name: record.get(name) for name in (*_TEXTS, "images", "truncated", "reward_failed", "hidden_tokens")
-    }
+    plain = {name: record.get(name) for name in _PLAIN}
     found = {"row": row, **plain, "score": rounded([record.get("score")])[0], "parts": parts}
     if "response_ids" in record:
         ids = record["response_ids"]
