@@ -64,6 +64,7 @@ def test_of_two_data_sources_a_server_judges_one_and_a_model_the_other(tmp_path)
     ("keys", "words"),
     [
         (["teacher.servers=[somewhere]"], "teacher.servers: 'somewhere' is no URL"),
+        (["teacher.servers=[http://host:1]"], "teacher.servers: http://host:1 is another machine"),
         (["teacher.servers=['http://me:secret@host:1']"], "teacher.servers: host has a login"),
         (
             ["teacher.by_source={a: {servers: ['http://host:1?x=1']}}"],

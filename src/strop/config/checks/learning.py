@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from strop.config.backends import ROLLOUTS
 from strop.config.checks.finding import Finding, error, warning
@@ -118,11 +118,17 @@ def teachers(config: Config) -> Iterator[Finding]:
             "teacher.servers with agent: they judge a row as one sequence, and sessions have branches; set "
             "teacher.model.path"
         )
-    token_env = config.teacher.token_env
+    token_env, rollout = config.teacher.token_env, cast(Any, config.actor_rollout_ref.rollout)
     for one in found:
         key = "teacher.servers" if one.source is None else f"teacher.by_source.{one.source}.servers"
-        for fault in filter(None, (fault_of_url(url, "teacher.token_env") for url in one.servers)):
-            yield error(f"{key}: {fault}")
+        for url in one.servers:
+            if fault := fault_of_url(url, "teacher.token_env"):
+                yield error(f"{key}: {fault}")
+            elif not (is_loopback(url) or token_env or rollout.http.open_network):
+                yield error(
+                    f"{key}: {url} is another machine; name the environment variable with its token in "
+                    f"teacher.token_env, or set {_ROLLOUT}.http.open_network=True"
+                )
     if token_env and not os.environ.get(token_env):
         yield error(f"teacher.token_env={token_env}: this variable is not set")
 
