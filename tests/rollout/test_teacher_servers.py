@@ -35,7 +35,8 @@ def test_servers_judge_by_the_log_prob_of_each_token(tmp_path, monkeypatch):
     inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19, token="of the teacher")
     monkeypatch.setenv("OF_THE_TEACHER", "of the teacher")
     keys = (*ALONE, f"teacher.servers=[{server.url}]", "teacher.token_env=OF_THE_TEACHER")
-    runs.train(runs.overrides(inputs, tmp_path / "run", *keys)).shutdown()
+    of_the_rollout = [f"actor_rollout_ref.rollout.http.{one}" for one in ("min_servers=2", "patience_s=20")]
+    runs.train(runs.overrides(inputs, tmp_path / "run", *keys, *of_the_rollout)).shutdown()
     table = rows_of(tmp_path / "run")
     assert len(table) == 16
     for row in table:

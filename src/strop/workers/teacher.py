@@ -44,8 +44,10 @@ class TeacherWorker(RoleWorker):
         if teacher.model is None:
             from strop.rollout.http.scorer import Scorer  # needs httpx2
 
+            http = policy.rollout.get("http").model_dump()
             own = {"urls": teacher.servers, "token_env": self.config.teacher.token_env}
-            settings = SimpleNamespace(**{**policy.rollout.get("http").model_dump(), **own})
+            own["min_servers"] = min(http["min_servers"], len(teacher.servers))  # the rollout may have more
+            settings = SimpleNamespace(**{**http, **own})
             self._scorers.append(Scorer(settings, self.tokenizer, longest_row(self.config.data)[0]))
             return partial(_scores, self._scorers[-1], self.words)
         self.engine = self.build_engine(
