@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,22 +183,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that all workers end at the same time; mark what is not ``fast``."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that all workers end at the same time."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))
-    cases: dict[tuple[str, Any], set[str]] = {}
-    for item in items:
-        if mark := item.get_closest_marker("fast"):
-            cases.setdefault((item.nodeid.split("[")[0], mark.args), set()).add(item.callspec.id)
-            if item.callspec.id not in mark.args:
-                item.add_marker("slow")
-    if any("[" in argument for argument in config.args):
-        return  # these cases alone were asked for
-    for (test, fast), found in cases.items():
-        if unknown := set(fast) - found:
-            raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}, which is marked fast")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(name: str) -> Generator[None, Any, Any]:
+    """Mark as slow the cases of a test that its mark ``fast`` does not name.
+
+    Here a test has all its cases; ``--lf``, or an id on the command line, leaves some out later.
+    """
+    cases = yield
+    if isinstance(cases, list) and cases and (mark := cases[0].get_closest_marker("fast")):
+        could_be = {case.callspec.id for case in cases if not case.get_closest_marker("slow")}
+        if unknown := set(mark.args) - could_be:
+            named = ", ".join(sorted(unknown))
+            raise pytest.Collector.CollectError(f"{name}: fast names no case, or a slow one: {named}")
+        for case in cases:
+            if case.callspec.id not in mark.args:
+                case.add_marker("slow")
+    return cases
 
 
 def pytest_collection_finish() -> None:
