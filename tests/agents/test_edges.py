@@ -17,7 +17,7 @@ import pytest
 import torch
 from aiohttp import ClientConnectionResetError, web
 from scripted_agents import HI, KEYS, agents, answer, call, ids_of, new_session
-from test_limits import _asks, _ended, _error, _Open
+from test_limits import _asks, _asks_plainly, _ended, _error, _Open
 
 from strop.agents import server
 from strop.agents import session as session_module
@@ -162,13 +162,12 @@ def test_a_client_that_leaves_a_stream_logs_no_error(monkeypatch, caplog):
     assert [record for record in caplog.records if "handling request" in record.getMessage()] == []
 
 
-@pytest.mark.slow
 def test_a_session_whose_last_answer_fills_the_row_ends_by_its_length():
-    with agents(_asks, lambda context, seed: "long", max_tokens=3) as played:
+    with agents(_asks_plainly, lambda context, seed: "long", max_tokens=3) as played:
         result = played.play()
     assert _ended(result) == ["length"]
     assert result.batch["truncated"].tolist() == [True]
-    with agents(_asks, lambda context, seed: "lo", max_tokens=3) as played:
+    with agents(_asks_plainly, lambda context, seed: "lo", max_tokens=3) as played:
         assert _ended(played.play()) == ["stop"]
 
 
@@ -430,16 +429,15 @@ def test_the_endpoint_is_reached_without_a_proxy_at_any_address(monkeypatch):
         assert _ended(played.play()) == ["stop"]
 
 
-@pytest.mark.slow
 def test_a_port_is_free_once_its_rollout_is_closed():
-    with agents(_asks) as played:
+    with agents(_asks_plainly) as played:
         rollout, port = played.rollout, played.rollout._address.port
         played.play()
         socket.create_connection(("127.0.0.1", port)).close()
         gc.disable()
         try:
             rollout.close()
-            with agents(_asks, port=port) as again:
+            with agents(_asks_plainly, port=port) as again:
                 assert _ended(again.play()) == ["stop"]
         finally:
             gc.enable()

@@ -60,7 +60,6 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_lines(pair):
     assert "rank 1 warns" in message
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_while_idle_is_named_although_another_pool_is_busy(pair):
     actor, _, pids = pair
     call = actor.sleep.start(0)

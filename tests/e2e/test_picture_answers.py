@@ -149,7 +149,7 @@ def moved(model: Any, before: Any) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.fast("sft-smolvlm-packed")
+@pytest.mark.fast("sft-smolvlm-packed", "dpo-smolvlm-packed")
 @pytest.mark.parametrize(
     "packed", ["True", pytest.param("False", marks=pytest.mark.slow)], ids=["packed", "padded"]
 )
@@ -182,10 +182,8 @@ def test_frozen_parts_keep_every_bit(inputs, tmp_path, kind):
         assert any(change.any() for change in changes.values()) == (part != "encoder"), part
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])]
-)
+@pytest.mark.fast("dpo")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_is_exact_and_needs_the_same_pictures(inputs, tmp_path, kind):
     rows = write(tmp_path / "own.jsonl")
     keys = (f"data.train_files={rows}", f"data.val_files={rows}", "trainer.test_freq=2", "data.shuffle=True")

@@ -355,7 +355,6 @@ def test_a_run_from_an_earlier_checkpoint_saves_what_it_has_though_an_abandoned_
     assert latest_step(tmp_path) == 3
 
 
-@pytest.mark.slow
 def test_checkpoints_by_time_are_the_last_two_and_the_best_validated_one(inputs, tmp_path):
     often = "trainer.save_minutes=1e-9", "trainer.save_freq=3", "trainer.max_ckpt_to_keep=1"
     options = overrides(

@@ -102,7 +102,6 @@ def on_ray(ray_session):
         group.shutdown()
 
 
-@pytest.mark.slow
 def test_each_of_two_ranks_generates_its_share_and_goes_on_from_its_file(folder, on_ray, tmp_path):
     parts = []
     for rank in range(2):
