@@ -80,8 +80,12 @@ def fit(trainer: Any) -> None:
 def train(options: Sequence[str]) -> Any:
     """Train and return the trainer."""
     trainer = build_trainer(load_config(options))
-    trainer.init_workers()
-    fit(trainer)
+    try:
+        trainer.init_workers()
+        fit(trainer)
+    except BaseException:
+        trainer.shutdown()  # else the Ray session of the next tests lacks its places
+        raise
     return trainer
 
 

@@ -248,7 +248,7 @@ def test_a_judge_that_is_busy_until_the_deadline_is_named_with_its_answer(
     serve: Any, make: Any, batch_of: Any
 ):
     server = serve(lambda text, number: (429, "your quota is used up"))
-    manager = make(parts=with_judge({"rule": 0}, section(server.url)), max_error_rate=0.0, timeout_s=2.0)
+    manager = make(parts=with_judge({"rule": 0}, section(server.url)), max_error_rate=0.0, timeout_s=4.0)
     with pytest.raises(RewardError, match=naming(f"{server.url}/v1", "429", "your quota is used up")):
         manager(batch_of(["a"], ["7"]))
 

@@ -6,11 +6,13 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import torch
 
 from strop.config.load import load_config
@@ -27,7 +29,7 @@ from strop.rollout.vllm.arguments import FIXED, model_facts
 from strop.rollout.vllm.checkpoint import CheckpointWeights
 
 import tiny_model
-from fake_vllm import FACTS
+from fake_vllm import FACTS, GENERATE
 from tiny_lms import EOS, PAD, tiny_lm
 
 COMPARED = ("dtype", "logprobs_mode", "generation_config", "max_model_len", "unsupported")
@@ -85,6 +87,7 @@ def rollout_on(
 
 def episodes_of(kind: type, **settings: Any) -> Episodes:
     """Episodes of the environment ``kind`` in texts of the tiny tokenizer."""
+    cloudpickle.register_pickle_by_value(sys.modules[kind.__module__])  # else its process imports torch
     name = f"function:{kind.__name__}-0"
     config = load_config(["actor_rollout_ref.model.path=m", "data.train_files=f"])
     section = config.environment.model_copy(update={"path": {"": name}, **settings})
@@ -94,6 +97,18 @@ def episodes_of(kind: type, **settings: Any) -> Episodes:
     whole = config.model_copy(update={"environment": section})
     form = TurnFormat(whole, environments, tiny_model.build_tokenizer(), [EOS])
     return Episodes(environments, section, form, EnvironmentPool(environments, section))
+
+
+def kill_amid(server: Any) -> None:
+    """Kill the server while it answers its next request: by the request, as a busy machine has no clock."""
+    server.seen.clear()
+
+    def watch() -> None:
+        while GENERATE not in server.paths():
+            time.sleep(0.005)
+        server.kill()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def counts(rollout: Any) -> dict[str, float]:

@@ -40,7 +40,7 @@ def update(rollout, seed):
 
 
 def await_servers(rollout, number):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(rollout._pool.live) < number:
         assert time.monotonic() < deadline, rollout._pool.out
         time.sleep(0.05)

@@ -26,7 +26,7 @@ from strop.rollout.http.clock import due
 from strop.rollout.weights import checksums
 
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
-from http_rollouts import counts, episodes_of, rollout_on
+from http_rollouts import counts, episodes_of, kill_amid, rollout_on
 from messages import naming
 from tiny_lms import EOS, prompts_of, response_ids, tiny_lm
 
@@ -45,18 +45,6 @@ def equal(one, other):
 def alone():
     """The samples of one server."""
     return batch(rollout_on(FakeVLLM()))
-
-
-def kill_amid(server):
-    """Kill the server while it answers its next request: by the request, as a busy machine has no clock."""
-    server.seen.clear()
-
-    def watch():
-        while GENERATE not in server.paths():
-            time.sleep(0.005)
-        server.kill()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture
@@ -121,7 +109,7 @@ def test_imbalance_is_that_of_the_iteration(impatient):
     later.kill()
     batch(rollout)
     later.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(rollout._pool.live) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -178,7 +166,6 @@ class Replies:
         return None if turn == 2 else str(self.seed % 10)
 
 
-@pytest.mark.slow
 def test_turns_are_answered_as_they_end_whichever_servers_generate_them():
     params = SamplingParams(max_tokens=40, n=4, stop_token_ids=(7,))
     found, episodes = [], episodes_of(Replies, turn_length=12)
@@ -312,7 +299,7 @@ def test_a_server_that_comes_back_gets_the_present_weights_before_it_answers(alo
     rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
     returning.start()
     returning.seen.clear()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(rollout._pool.live) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -339,12 +326,15 @@ def test_a_started_server_that_refuses_weights_is_not_sent_them_again_and_again(
         url=server.url, has_ended=False, last_lines=str, stop=lambda: None, start=lambda: None
     )
     rollout = rollout_on(other, own=[own])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(rollout._pool.live) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     server.script["/update_weights"] = [{"status": 500, "text": "no kernel image"}]
     rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
+    while server.paths().count("/update_weights") < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     time.sleep(1.5)
     assert server.paths().count("/update_weights") == 3  # right, refused, and refused after its restart
 
@@ -496,7 +486,7 @@ def test_a_server_that_is_refused_during_a_run_is_named_and_joins_once_it_is_rig
     rollout = rollout_on(urls=[str(names)])
     names.write_text(f"{first.url}\n{other.url}\n")
     rollout.update_weights(tiny_lm("qwen2").named_parameters())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while other.paths().count("/collective_rpc") < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -694,7 +684,7 @@ def test_weights_on_a_disk_are_a_file_of_the_folder_which_goes_with_the_next(tmp
 def test_a_rollout_that_is_collected_in_the_thread_of_its_requests_closes(tmp_path):
     rollout = rollout_on(FakeVLLM(), folder=tmp_path)
     rollout._thread._loop.call_soon_threadsafe(rollout._thread.close)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while rollout._thread._loop.is_running() or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)

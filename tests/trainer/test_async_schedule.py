@@ -173,5 +173,5 @@ def test_every_batch_is_generated_once_by_the_version_of_the_formula(inputs, tmp
 @pytest.mark.slow
 def test_generation_and_update_overlap(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(Toy, "seconds", 1.0)
-    assert run(inputs, tmp_path / "ahead", 1)[2] <= 8.5
+    assert run(inputs, tmp_path / "ahead", 1)[2] < 13  # 8 on an idle machine
     assert run(inputs, tmp_path / "synchronous", 0)[2] >= 14
