@@ -119,7 +119,7 @@ def _start(processes: int) -> None:
         logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
     try:
         cluster = PrivateCluster(max(cores, processes))
-    except WorkerError as error:  # on a busy machine: a raylet whose agents are not there in 15 s ends itself
+    except WorkerError as error:  # a process of Ray has died, as where another one has taken its port
         logger.warning("warning: %s; starting it once more", str(error).partition("\n")[0])
         cluster = PrivateCluster(max(cores, processes))
     _PRIVATE.append(cluster)
