@@ -16,6 +16,7 @@ import ctypes
 import functools
 import logging
 import os
+import random
 import secrets
 import select
 import shutil
@@ -50,6 +51,7 @@ _ENVIRONMENT = {
 }
 """The first makes Ray listen on the loopback interface only, on Linux too; the second is ``ray.init``'s; the
 third is the time that an agent may take to answer, 30 s otherwise."""
+_FIRST_PORT, _LAST_PORT = 10_000, 1 << 16
 _LISTEN_PORT = "dashboard_agent_listen_port"
 _PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", _LISTEN_PORT)
 
@@ -260,11 +262,16 @@ class _Keeper:
 
 
 def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for bound in sockets:
-            bound.bind(("127.0.0.1", 0))
-        return [bound.getsockname()[1] for bound in sockets]
+    """Return ports of which the system gives none to another process before an agent listens on it."""
+    automatic = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    last = automatic if automatic > 2 * _FIRST_PORT else _LAST_PORT  # a container may give away all
+    found: set[int] = set()
+    while len(found) < number:
+        port = random.randrange(_FIRST_PORT, last)
+        with socket.socket() as bound, contextlib.suppress(OSError):
+            bound.bind(("127.0.0.1", port))
+            found.add(port)
+    return [*found]
 
 
 if __name__ == "__main__":
