@@ -262,7 +262,7 @@ async def _blocks_its_loop(base_url, number):
 
 def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch):
     monkeypatch.setattr(program, "_SILENT_S", 1.5)
-    with agents(_blocks_its_loop, prompts=3, timeout=2.5) as played:
+    with agents(_blocks_its_loop, prompts=3, timeout=4) as played:
         result = played.play()
     assert _ended(result) == ["stop", "error", "stop"]
     assert "blocked its event loop" in _error(result, 1)
@@ -270,8 +270,8 @@ def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch):
 
 @pytest.mark.slow
 def test_a_program_that_starts_beside_one_that_was_ended_and_blocks_is_started_again(monkeypatch):
-    monkeypatch.setattr(program, "_SILENT_S", 3.0)  # more than the time after which the program is ended
-    with agents(_blocks_its_loop, prompts=3, timeout=1, concurrency=1) as played:
+    monkeypatch.setattr(program, "_SILENT_S", 9.0)  # more than the time after which the program is ended
+    with agents(_blocks_its_loop, prompts=3, timeout=6, concurrency=1) as played:
         result = played.play()
     assert _ended(result) == ["stop", "error", "stop"]
 
@@ -286,7 +286,7 @@ async def _asks_in_a_thread(base_url):
 
 
 def test_coroutines_that_ask_in_threads_have_one_each():
-    with agents(_asks_in_a_thread, prompts=40, timeout=15) as played:  # 32 at most by default
+    with agents(_asks_in_a_thread, prompts=40, timeout=200) as played:  # 32 at most by default
         assert _ended(played.play()) == ["stop"] * 40
 
 
@@ -344,12 +344,17 @@ def _asks_plainly(base_url):
     return "ok"
 
 
-def test_time_in_which_a_program_waits_for_an_answer_does_not_count():
+def test_time_in_which_a_program_waits_for_an_answer_does_not_count(monkeypatch):
+    passed = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed, sleep=time.sleep)
+    monkeypatch.setattr("strop.rollout.agents.time", clock)
+
     def slowly(context: list[int], seed: int | None) -> str:
-        time.sleep(2.5)
+        nonlocal passed
+        passed += 500.0
         return "A"
 
-    with agents(_asks_plainly, slowly, timeout=2) as played:
+    with agents(_asks_plainly, slowly, timeout=300) as played:
         assert _ended(played.play()) == ["stop"]
 
 
