@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,12 +134,12 @@ def real_server(folder, *more):
     }
     arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 60_000_000, "max_num_seqs": 8}
     line = start.command(arguments, ["--host", "127.0.0.1", "--port", port, *more])
-    guard = [sys.executable, "-P", "-m", "strop.rollout.http.start", str(folder / "server"), *line]
-    (folder / "server").mkdir()
+    own = tempfile.mkdtemp()  # vLLM's sockets are in it, whose paths have 107 characters at most
+    guard = [sys.executable, "-P", "-m", "strop.rollout.http.start", own, *line]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             guard, stdin=subprocess.PIPE, stdout=log, stderr=log,
-            env=start.environment("secret", folder / "server", "a test's"),
+            env=start.environment("secret", Path(own), "a test's"),
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
@@ -146,3 +149,4 @@ def real_server(folder, *more):
         yield url
     finally:
         process.communicate()
+        shutil.rmtree(own, ignore_errors=True)
