@@ -228,6 +228,7 @@ def test_a_solution_of_another_task_fails(cases):
 @pytest.mark.slow
 def test_every_canonical_solution_passes(cases):
     assert failures(cases["humaneval"].values()) == {}
-    assert failures(cases["mbpp"].values()) == {}
     # With the default limits a busy machine may refuse the few that compute for long.
-    assert len(failures(cases["mbpp"].values(), Limits())) <= 14
+    refused = failures(cases["mbpp"].values(), Limits())
+    assert len(refused) <= 14
+    assert failures(cases["mbpp"][name] for name in refused) == {}
