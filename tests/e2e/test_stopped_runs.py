@@ -21,7 +21,7 @@ from strop.cli.main import main
 from strop.config.load import load_config
 from strop.controller.group import LocalWorkerGroup
 from strop.data.loader import SampledBatches
-from strop.errors import TrainingError
+from strop.errors import ConfigError, TrainingError
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
 from strop.trainer.build import build_trainer
@@ -244,9 +244,17 @@ def test_an_error_remains_the_cause_where_the_reward_of_samples_in_flight_fails(
     assert saved_steps(tmp_path / "run") == [1]
 
 
-@pytest.mark.slow
-def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path):
-    trainer = build_trainer(load_config(options_of(inputs, tmp_path / "run")))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(FILTERED, marks=pytest.mark.slow),
+        (*APART, "trainer.async_steps=1"),
+    ],
+    ids=["each for itself", "groups carried over", "a batch ahead"],
+)
+def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path, settings):
+    trainer = build_trainer(load_config(options_of(inputs, tmp_path / "run", *settings)))
 
     def stop(step: int, metrics: dict[str, float]) -> bool:
         if step == 1:
@@ -260,9 +268,24 @@ def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path):
             with pytest.raises(KeyboardInterrupt):
                 trainer.fit(stop)
             trainer.fit()
-        assert (hashes(trainer), metrics(tmp_path / "run")) == undisturbed(())
+        assert (hashes(trainer), metrics(tmp_path / "run")) == undisturbed(settings)
     finally:
         trainer.shutdown()
+
+
+def test_a_trainer_whose_rollout_holds_samples_cannot_go_on(inputs, tmp_path):
+    options = options_of(inputs, tmp_path / "run", *APART, "trainer.async_steps=2")
+    trainer = build_trainer(load_config(options))
+    try:
+        trainer.init_workers()
+        with undrawn():
+            trainer.fit(lambda step, metrics: False)
+            with pytest.raises(ConfigError, match="make a new trainer") as raised:
+                trainer.fit()
+        assert mentions(str(raised.value), "trainer.async_steps=2", "goes on from the checkpoint")
+    finally:
+        trainer.shutdown()
+    assert saved_steps(tmp_path / "run") == [1]
 
 
 def test_a_worker_class_of_ones_own_is_saved_without_being_stopped(monkeypatch):

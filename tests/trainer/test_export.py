@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saving_groups import STATE
 from transformers import (
     AutoModelForCausalLM,
@@ -276,6 +276,8 @@ def test_a_folder_without_a_dtype_has_that_of_its_weights(source, tmp_path):
     config = json.loads((source / "config.json").read_text())
     del config["torch_dtype"]
     (source / "config.json").write_text(json.dumps(config))
+    # which transformers does not read, and repositories of Mistral have
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, source / "consolidated.safetensors")
     engine, tokenizer = load_engine(source)
     engine.export(tmp_path / "out", tokenizer)
     found = load_file(tmp_path / "out/model.safetensors")

@@ -22,7 +22,7 @@ from strop.data.answers import AnsweredDataset, response_batch
 from strop.data.prompts import PromptFormat
 from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError, DataError, ModelError
 from strop.models.loader import fresh_head
 from strop.trainer.supervised import SftTrainer, build
 
@@ -244,6 +244,17 @@ def test_answers_that_were_rendered_beforehand_get_no_second_end(text):
     assert tokenizer.decode(found[0]["response"]) == ended
     as_text = AnsweredDataset(rows, tokenizer, **options)
     assert tokenizer.decode(as_text[0]["response"]) == f"{text}<|im_end|>"
+
+
+@pytest.mark.parametrize("allow_special_tokens", [False, True])
+def test_answers_of_a_tokenizer_without_an_end_token_are_refused(allow_special_tokens):
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    how = PromptFormat(apply_chat_template=False, allow_special_tokens=allow_special_tokens)
+    rows = Rows("rows", [{"prompt": "1", "response": "12"}])
+    options = {"prompt_key": "prompt", "answer_keys": {"response": "response"}, "how": how}
+    with pytest.raises(ModelError, match="has no end token for responses"):
+        AnsweredDataset(rows, tokenizer, max_prompt_length=60, max_response_length=60, **options)
 
 
 def test_batches_have_the_layout_of_rollouts():

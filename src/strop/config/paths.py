@@ -20,6 +20,7 @@ ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 """Names of the attention layers of most families, for `target_modules`."""
 METRICS_FILE = "metrics.jsonl"
 """Every run folder has it, from the first step on."""
+SAFETENSORS_INDEX = "model.safetensors.index.json"
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
 _SPLIT = re.compile(r"(.*[^:]):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")  # "::" chains URLs
@@ -59,6 +60,17 @@ def similar_path(path: str | Path) -> str:
         if guess and (found := parts[0].with_name(guess) / place.relative_to(parts[0])).exists():
             return f"; did you mean {found}?"
     return ""
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads: the one of the whole model, else an index's.
+
+    An index of an earlier save may be left beside the one; a repository may have consolidated.safetensors.
+    """
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    named = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
+    return [folder / name for name in sorted({*map(str, named.values())})] if isinstance(named, dict) else []
 
 
 def gguf_files(path: Path) -> list[Path]:

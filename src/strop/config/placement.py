@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from strop.config.backends import ROLLOUTS
-from strop.config.paths import expand
+from strop.config.paths import expand, safetensors_files
 from strop.config.roles import has_teacher_role, policy_roles, reference_is_the_actor
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
@@ -144,7 +144,7 @@ def is_small(model_path: str, limit: int) -> bool:
     """Return True for a local folder with weights in files of less than ``limit`` bytes."""
     size = 0
     with contextlib.suppress(OSError, ValueError):  # a name on the hub; a path that no file system takes
-        size = sum(file.stat().st_size for file in Path(expand(model_path)).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in safetensors_files(Path(expand(model_path))))
     return 0 < size < limit
 
 

@@ -105,7 +105,9 @@ class AnsweredDataset:
         )
         is_chat = how.is_chat(tokenizer, is_text=self._table.has_texts(prompt_key))
         ends = list(dict.fromkeys([tokenizer.eos_token_id, *end_ids]))
-        written = tokenizer.convert_ids_to_tokens(ends) if how.allow_special_tokens else ()
+        written: Sequence[str] = ()
+        if how.allow_special_tokens:  # without an end token the encoder says so
+            written = tokenizer.convert_ids_to_tokens([end for end in ends if end is not None])
         encode = ResponseEncoder(texts_before_answers(tokenizer, how, is_chat=is_chat), tuple(written))
         options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         own: dict[str, Any] = {"prompt_key": prompt_key, "pictures": self.pictures, **options}

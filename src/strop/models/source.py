@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.config.paths import safetensors_files
 from strop.models.folder import config_parts, is_dropout
 from strop.models.transformers_private import save_custom_code
 
@@ -63,7 +64,7 @@ class Source:
 
 
 def _dtype_of_weights(folder: Path) -> torch.dtype:
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in safetensors_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a mapping
                 if dtype := _DTYPES.get(tensors.get_slice(key).get_dtype()):

@@ -210,6 +210,11 @@ class Pipeline:
         """Complete batches when the learner took the last one."""
 
     @property
+    def is_begun(self) -> bool:
+        """True if a batch was begun, or its prompts sent to the rollout."""
+        return self._last > 0 or bool(self._admitted)
+
+    @property
     def is_used(self) -> bool:
         """True if a batch was taken, in this run or before its checkpoint."""
         return self._taken > 0

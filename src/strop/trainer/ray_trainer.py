@@ -223,7 +223,7 @@ class RayPPOTrainer(VerlNames):
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
         self.ppo.progress = self.progress
         if (ahead or config.algorithm.filter_groups.enable) and not config.trainer.val_only:
-            self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
+            self.renew_pipeline()
         if self.val_loader is not None:
             self.validator = Validator(
                 config,
@@ -365,6 +365,19 @@ class RayPPOTrainer(VerlNames):
             metrics = {name: value for name, value in metrics.items() if not name.startswith("critic/score/")}
         return batch, metrics
 
+    def renew_pipeline(self) -> None:
+        """Forget the batches between rollout and learner: an earlier ``fit`` was stopped with them.
+
+        Raises ``ConfigError`` if the rollout has samples of them, which it would complete.
+        """
+        if self.pipeline is not None and self.pipeline.beside and self.pipeline.is_begun:
+            raise ConfigError(
+                f"trainer.async_steps={self.config.trainer.async_steps}: fit of this trainer was called "
+                "before, and its rollout holds samples; make a new trainer of the same configuration, which "
+                "goes on from the checkpoint"
+            )
+        self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
+
     def fit(self, on_step: OnStep | None = None) -> None:
         """Train up to ``total_steps`` iterations, from the last checkpoint if there is one."""
         ReinforcementRun(self).fit(on_step)
@@ -402,6 +415,8 @@ class ReinforcementRun(Run):
 
     def start(self) -> None:
         self.trainer.ppo.before_update = self.begin_update
+        if self.trainer.pipeline is not None:
+            self.trainer.renew_pipeline()
         super().start()
 
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
-from strop.config.paths import expand, gguf_files, is_url, may_be_a_hub_name
+from strop.config.paths import (
+    SAFETENSORS_INDEX,
+    expand,
+    gguf_files,
+    is_url,
+    may_be_a_hub_name,
+    safetensors_files,
+)
 from strop.files import read_json
 
 
@@ -66,7 +73,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
         if not (folder / "config.json").is_file():
             (file,) = gguf_files(folder)
             return _gguf_facts(file, file.stat().st_mtime)
-        files = [file for file in _weight_files(folder) if file.is_file()]
+        files = [file for file in safetensors_files(folder) if file.is_file()]
         parameters = sum(count_parameters(file) for file in files) or None
         facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
         experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
@@ -75,18 +82,6 @@ def read_model_facts(path: str) -> ModelFacts | None:
         return None
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads: the one of the whole model, else an index's.
-
-    An index of an earlier save may be left beside the one; a repository may have consolidated.safetensors.
-    """
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
-    named = read_json(folder / _INDEX).get("weight_map")
-    return [folder / name for name in sorted({*map(str, named.values())})] if isinstance(named, dict) else []
-
-
-_INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 
 
@@ -98,13 +93,13 @@ def fault_of_weights(path: str) -> str | None:
     folder = Path(expand(path))
     if not (folder / "config.json").is_file():
         return None
-    files = _weight_files(folder)
+    files = safetensors_files(folder)
     any_kind = ("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.pt*")
     if not files and not any(any(folder.glob(pattern)) for pattern in any_kind):
         return "there is config.json, and no weights (model.safetensors)"
     for file in files:
         if not file.is_file():
-            return f"{file.name} is missing, which {_INDEX} names"
+            return f"{file.name} is missing, which {SAFETENSORS_INDEX} names"
         try:
             count_parameters(file)
         except Exception as error:  # noqa: BLE001 - of the package, or of the system
@@ -121,7 +116,7 @@ def trained_whole(path: str, end: str) -> dict[str, int] | None:
     Known are local safetensors files, but for models whose files have other names than their modules
     (experts). A file without an output layer has an embedding that is tied to it.
     """
-    facts, sizes, files = read_model_facts(path), {}, _weight_files(_folder_of(path))
+    facts, sizes, files = read_model_facts(path), {}, safetensors_files(_folder_of(path))
     if facts is None or facts.experts or not files or not all(file.is_file() for file in files):
         return None
     for file in files:

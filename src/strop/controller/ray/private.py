@@ -263,7 +263,9 @@ class _Keeper:
 
 def _free_ports(number: int) -> list[int]:
     """Return ports of which the system gives none to another process before an agent listens on it."""
-    automatic = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    automatic = 0
+    with contextlib.suppress(OSError):  # a sandbox may have no such file
+        automatic = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = automatic if automatic > 2 * _FIRST_PORT else _LAST_PORT  # a container may give away all
     found: set[int] = set()
     while len(found) < number:

@@ -248,7 +248,7 @@ class Child:
         try:
             while (message := self.lane.exchange(deadline, self.is_alive)) is None:
                 pass
-            status, error = _read_greeting(message)
+            status, error = _read_greeting(message, self._what)
         except TimeoutError:
             raise RewardError(
                 f"the process for the {self._what} did not start within {timeout_s:g} s; "
@@ -301,7 +301,7 @@ def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, o
     return status
 
 
-def _read_greeting(message: bytes) -> tuple[str, str]:
+def _read_greeting(message: bytes, what: str) -> tuple[str, str]:
     """Return status and error of the first answer. Raises ``RewardError`` if it is anything else."""
     try:
         match json.loads(message):
@@ -309,9 +309,7 @@ def _read_greeting(message: bytes) -> tuple[str, str]:
                 return status, error
     except (ValueError, RecursionError):
         pass
-    raise RewardError(
-        f"the module of the reward function wrote {message!r:.80} into its process's pipe when imported"
-    )
+    raise RewardError(f"the module of the {what} wrote {message!r:.80} into its process's pipe when imported")
 
 
 def read_answer(line: bytes) -> tuple[str, Outcome]:

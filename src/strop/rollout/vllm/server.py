@@ -132,5 +132,9 @@ class RequireToken:
             await send({"type": "websocket.close", "code": 1008})
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
-            needed = b"rollout.http.token_env" if self._token else b"STROP_TOKEN where the server starts"
+            needed = (
+                b"that of rollout.http.token_env or teacher.token_env"
+                if self._token
+                else b"STROP_TOKEN where the server starts"
+            )
             await send({"type": "http.response.body", "body": b"a token is needed: " + needed})
