@@ -67,26 +67,40 @@ def no_vllm_outlives_its_module() -> Iterator[None]:
 
 
 RAY_SLOTS = 8
+_RAY_SESSION: list[bool] = []
+"""Not empty while ``ray_session`` has started one in this process."""
+
+
+@pytest.fixture(scope="module")
+def ray_session(forked_workers: None) -> None:
+    """Start a Ray session, if none is left of the module before; see ``pytest_runtest_teardown``."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=RAY_SLOTS, include_dashboard=False, logging_level="WARNING")
+    _RAY_SESSION.append(True)
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """Start one Ray session for all tests of a process that use it."""
-    import ray
-
+def forked_workers() -> Iterator[None]:
+    """Fork the workers of Ray from one server."""
     import forked_ray
 
     with tempfile.TemporaryDirectory() as folder:
         forked_ray.use(folder)
-        _start_ray()
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: Any, nextitem: Any) -> Generator[None]:
+    """End the Ray session of a module that the next one does not use: idle, it takes a tenth of a core."""
+    yield
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and "ray_session" not in getattr(nextitem, "fixturenames", ()) and _RAY_SESSION:
+        import ray
+
         ray.shutdown()
-
-
-def _start_ray() -> None:
-    import ray
-
-    ray.init(address="local", num_cpus=RAY_SLOTS, include_dashboard=False, logging_level="WARNING")
+        _RAY_SESSION.clear()
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +116,6 @@ def two_nodes(ray_session: None) -> Iterator[None]:
     yield
     ray.shutdown()
     cluster.shutdown()
-    _start_ray()
 
 
 _RAY_CONTROLLER = tuple(f"tests/controller/test_{name}.py" for name in ("failures", "nodes", "groups"))

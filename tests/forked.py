@@ -114,7 +114,7 @@ def start(target: Target, *arguments: Any, env: dict[str, str] | None = None) ->
 
 
 def run(
-    target: Target, *arguments: Any, env: dict[str, str] | None = None, seconds: float = 300
+    target: Target, *arguments: Any, env: dict[str, str] | None = None, seconds: float = 900
 ) -> Completed:
     """Run ``start`` and wait for the child to exit."""
     with start(target, *arguments, env=env) as child:

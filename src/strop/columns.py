@@ -37,7 +37,8 @@ weights, from log-probs: no loss reads the versions. Without their column, all t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
@@ -174,3 +175,16 @@ another, and sampler and trainer differ by about 1e-3, so they keep 16 (7.6e-6).
 """
 SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in TOKEN_COLUMNS}
 """Column of a samples file -> its description."""
+
+
+def sampled_runs(ids_T: Any, mask_T: Any) -> list[list[int]]:
+    """Return the token ids of each turn of the policy: those between tokens that it did not sample.
+
+    ``ids_T`` [T] and ``mask_T`` [T] are a row of ``responses`` and of ``response_mask``.
+    """
+    pairs = zip(ids_T.tolist(), mask_T.tolist(), strict=True)
+    return [
+        [token for token, _ in run]
+        for is_sampled, run in itertools.groupby(pairs, key=lambda pair: pair[1])
+        if is_sampled
+    ]

@@ -6,13 +6,13 @@ columns of the policy, L tokens of the longest re-tokenized conversation.
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from strop.columns import sampled_runs
 from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
 from strop.data.pictures.parts import in_words
@@ -86,13 +86,8 @@ class Rewriter:
 
     def _chat(self, messages: list[Any], turns: Any, ids_T: Any, mask_T: Any) -> list[Any]:
         """Return the messages of the prompt, and each turn with the answers to it as the user's."""
-        pairs = zip(ids_T.tolist(), mask_T.tolist(), strict=True)
-        sampled = [
-            [token for token, _ in run]
-            for is_sampled, run in itertools.groupby(pairs, key=lambda pair: pair[1])
-            if is_sampled
-        ]
-        said = [self.reader.decode(ids, skip_special_tokens=True) for ids in sampled] or [""]
+        runs = sampled_runs(ids_T, mask_T)
+        said = [self.reader.decode(ids, skip_special_tokens=True) for ids in runs] or [""]
         if messages[-1]["role"] == "assistant":  # the response continues it
             said[0] = messages.pop()["content"] + said[0]
         # a lost sample has turns, and no sampled tokens

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import json
 import logging
 import re
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from strop.columns import sampled_runs
 from strop.errors import ConfigError, RewardError, nearest
 from strop.pictures import Sent
 
@@ -140,13 +140,8 @@ class Played(NamedTuple):
         turns = [PlayedTurn(**turn) for turn in found["turns"]]
         if "messages" in found:  # a session of an agent program, whose turns may be of several branches
             return cls(turns, ended_by, found.get("response"), found["messages"])
-        pairs = zip(ids_T.tolist(), mask_T.tolist(), strict=True)
-        parts = [
-            [token for token, _ in part]
-            for is_sampled, part in itertools.groupby(pairs, key=lambda pair: pair[1])
-            if is_sampled
-        ]
-        for turn, ids in zip(turns, parts, strict=False):  # a lost sample has no sampled tokens
+        # a lost sample has no sampled tokens
+        for turn, ids in zip(turns, sampled_runs(ids_T, mask_T), strict=False):
             turn.text = tokenizer.decode(ids, skip_special_tokens=True)
         return cls(turns, ended_by, prompt=found.get("prompt"))
 

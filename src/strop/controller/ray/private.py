@@ -182,12 +182,15 @@ def _folder() -> Path:
     return folder
 
 
-class _PatientNode(Node):
-    """A node whose ports are all given.
+class _LeanNode(Node):
+    """A node without a dashboard, whose ports are all given.
 
     A raylet ends itself after waiting 15 s for a port that an agent chooses, and the imports of agents take
     longer on a busy machine or from a network file system.
     """
+
+    def start_api_server(self, **options: Any) -> None:
+        """Start no dashboard: without its pages a process of it would still run."""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
         # Ray's Python gives the raylet all ports but one, which is read from the file that the agent writes
@@ -208,14 +211,14 @@ class _Keeper:
     def __init__(self, cpus: int, folder: Path, console: int) -> None:
         self._cpus, self._folder, self._console, self._driver = cpus, folder, console, os.getppid()
         # ``_watch`` sees the processes that its constructor has started
-        self._node = _PatientNode.__new__(_PatientNode)
+        self._node = _LeanNode.__new__(_LeanNode)
 
     def run(self) -> None:
         # Ray's daemons, whose parents end, become children of the keeper, which can then end them
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
         # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
-        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
+        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False, no_monitor=True)
         parameters.update(**dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True)))
         try:
             self._node.__init__(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True)
