@@ -102,6 +102,34 @@ def test_a_dataset_of_the_package_is_read_as_arrow():
     assert read_table(Rows("set", Dataset())).to_pylist() == ROWS
 
 
+def test_json_texts_of_the_package_datasets_are_the_values_that_they_stand_for(tmp_path):
+    """It stores values of several types so: a string has quotes in it, and a message is a text."""
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"n": 1}, {"n": "a"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "r"}]}],
+    ]
+    as_json = [json.dumps(message) for chat in chats for message in chat]
+    parts = {"a": pa.array(['{"k": [1, "x"]}', None], pa.json_()), "b": pa.array([None, "c"])}
+    table = pa.table(
+        {
+            "prompt": pa.ListArray.from_arrays([0, 2, 3], pa.array(as_json, pa.json_())),
+            "answer": pa.array(['"x"', "42"], pa.json_()),
+            "more": pa.StructArray.from_arrays(list(parts.values()), list(parts)),
+        }
+    )
+    pq.write_table(table, path := tmp_path / "t.parquet")
+    expected = [
+        {"prompt": chats[0], "answer": "x", "more": {"a": {"k": [1, "x"]}}},
+        {"prompt": chats[1], "answer": "42", "more": {"b": "c"}},
+    ]
+    for source in (path, Rows("table", table)):
+        assert to_rows(read_table(source, texts=["answer"])) == expected
+    assert list(read_records(path, ["answer"])) == expected
+    broken = pa.table({"answer": pa.array(["{"], pa.json_())})
+    with pytest.raises(DataError, match=naming("rows:broken", "answer", "JSON")):
+        read_table(Rows("broken", broken))
+
+
 def test_a_data_frame_is_read_without_its_index():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame([*ROWS, {"question": "w5", "answer": "x", "level": None}], index=[3, 4, 5])

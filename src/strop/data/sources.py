@@ -73,6 +73,10 @@ def read_table(
 
     Raises :class:`DataError` for anything that cannot be found or read.
     """
+    return _with_json_read(str(source), _typed_table(source, texts, cache_dir), texts)
+
+
+def _typed_table(source: Source, texts: Collection[str], cache_dir: str | Path | None) -> pa.Table:
     if isinstance(source, Rows):
         return _rows_table(source, texts)
     name = str(source)
@@ -95,6 +99,37 @@ def read_table(
             if kind == "csv":
                 return _csv_table(name, found, texts)
             return records_table(name, lambda: json_records(name, found), texts)
+
+
+_JSON = "extension<arrow.json>"
+"""The type of JSON texts, in which the package datasets stores values of several types."""
+
+
+def _with_json_read(name: str, table: pa.Table, texts: Collection[str]) -> pa.Table:
+    """Return ``table`` with the values of its JSON texts, as from a file of records."""
+    for number, field in enumerate(table.schema if len(table) else ()):
+        if _JSON not in str(field.type):
+            continue
+        with raised_as(DataError, f"{name}, field {field.name}: not JSON", ValueError, RecursionError):
+            rows = to_rows(table.select([number]))
+            rows = [{field.name: _json_read(row[field.name], field.type)} for row in rows]
+        found = table_of(name, rows, texts)
+        table = table.set_column(number, field.name, found.column(field.name))
+        for other in found.column_names[1:]:
+            table = table.append_column(other, found.column(other))
+    return table
+
+
+def _json_read(value: Any, kind: pa.DataType) -> Any:
+    if value is None:
+        return None
+    if str(kind) == _JSON:
+        return json.loads(value)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return [_json_read(item, kind.value_type) for item in value]
+    if pa.types.is_struct(kind):
+        return {one.name: _json_read(value[one.name], one.type) for one in kind if one.name in value}
+    return value
 
 
 def read_records(path: Path, texts: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -121,7 +156,7 @@ def read_records(path: Path, texts: Collection[str] = ()) -> Iterator[dict[str, 
         for batch in batches:
             table = pa.Table.from_batches([batch])
             require_readable(name, table, first_row=first_row)
-            yield from to_rows(table)
+            yield from to_rows(_with_json_read(name, table, texts))
             first_row += len(batch)
 
 
