@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from strop import ActorRolloutRefWorker
+from strop.algorithms.advantages import group_statistics
 from strop.checkpoint.folder import saved_steps
 from strop.errors import RewardError, TrainingError
 from strop.protocol import DataProto
@@ -40,6 +41,15 @@ def test_groups_differ_in_the_score_or_in_a_part():
     assert differing_groups(batch, 2, "length").tolist() == [False, False]
     with pytest.raises(RewardError, match=naming("metric=other", "score, rule, length")):
         differing_groups(batch, 2, "other")
+
+
+def test_scores_that_the_advantages_take_as_equal_do_not_differ():
+    # sums of rewards round differently: ten of 0.1, one after the other, are 1.0000001 in float32
+    columns = scored([1.0, 1.0000001, 0.0, 2e-6])
+    scores_B = columns.batch["token_level_scores"].sum(1)
+    assert scores_B[0] != scores_B[1]
+    assert differing_groups(columns, 2, "score").tolist() == [False, True]
+    assert group_statistics(scores_B, [0, 0, 1, 1]).is_equal_B.tolist() == [True, True, False, False]
 
 
 def test_metrics_of_the_rollout_are_those_of_all_batches():

@@ -84,13 +84,13 @@ def group_statistics(
         end: scores_B.new_zeros(len(numbers)).scatter_reduce(0, index_B, known_B, end, include_self=False)
         for end in ("amin", "amax")
     }
-    is_equal_B = (ends_G["amax"] - ends_G["amin"] <= _EQUAL)[index_B]
+    is_equal_B = (ends_G["amax"] - ends_G["amin"] <= EQUAL)[index_B]
     return GroupStatistics(size_B, mean_B, variance_B.sqrt(), is_equal_B)
 
 
 Estimator = Callable[..., "tuple[Tensor, Tensor]"]
 
-_EQUAL = 1e-6
+EQUAL = 1e-6
 """Scores that differ by no more are equal."""
 
 _INPUTS = ("rewards", "response_mask", "values", "uid", "scores", "token_scores", "baseline_scores")

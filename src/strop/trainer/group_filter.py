@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from strop.algorithms.advantages import EQUAL
 from strop.algorithms.aggregation import masked_sum
 from strop.config.schema.root import FilterGroupsConfig
 from strop.errors import RewardError, TrainingError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
-    """Return whether the samples of each prompt differ in ``metric``: bool [G].
+    """Return whether the samples of each prompt differ in ``metric`` by more than rounding: bool [G].
 
     ``batch`` has scores and ``n`` adjacent samples of each prompt. ``metric``: ``score``, the whole score, or
     the name of one of its parts; ``acc`` is the part of that name, or else the rule's. Samples that the part
@@ -53,8 +54,8 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
         known_GN &= ~columns["reward_failed"].reshape(-1, n)
     highest_G = values_GN.masked_fill(~known_GN, -torch.inf).amax(1)
     lowest_G = values_GN.masked_fill(~known_GN, torch.inf).amin(1)
-    # a group without a known score: -inf > inf is False, so it is dropped
-    return highest_G > lowest_G
+    # a group without a known score: -inf - inf is below, so it is dropped
+    return highest_G - lowest_G > EQUAL
 
 
 class GroupFilter:
