@@ -35,7 +35,7 @@ from strop.errors import DataError
 from strop.prepare import prepare
 from strop.protocol import DataProto
 
-from chat_tokenizers import mistral, phi3, unigram
+from chat_tokenizers import QWEN3, mistral, phi3, qwen3, unigram
 from messages import mentions, naming
 
 TOOLS_TEMPLATE = (
@@ -217,6 +217,35 @@ def test_answers_begin_without_a_space_of_the_tokenizer(family, tmp_path):
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "in the hat"}]
     end = len(found) - 1
     assert found[:end] == tokenizer.apply_chat_template(chat, return_dict=False)[:end]
+
+
+def test_an_answer_has_no_second_tag_where_the_chat_template_begins_its_thinking(caplog):
+    """As Qwen3-Thinking, Qwen 3.5 and DeepSeek-R1's; ids are those of the template for the whole chat."""
+    begun = "add_generation_prompt %}{{- '<|im_start|>assistant\n"
+    assert begun in QWEN3
+    options = {"prompt_key": "prompt", "answer_keys": {"response": "response"}}
+    options |= {"max_prompt_length": 199, "max_response_length": 199}
+    tokenizer, rest = qwen3(), "first, add\n</think>\n\n42."
+
+    def ids(answer):
+        row = AnsweredDataset(Rows("sft", [{"prompt": "6 7", "response": answer}]), tokenizer, **options)[0]
+        return row["input_ids"].tolist(), row["response"].tolist()
+
+    def end(text):
+        return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+    whole = f"<think>\n{rest}"
+    assert ids(whole)[1] == end(whole)
+    tokenizer.chat_template = QWEN3.replace(begun, f"{begun}<think>\n")
+    chat = [{"role": "user", "content": "6 7"}, {"role": "assistant", "content": whole}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+    for answer in (whole, f" {whole}", f"<think>{rest}", rest):
+        prompt, response = ids(answer)
+        assert response == end(rest)
+    assert rendered == tokenizer.decode(prompt) + rest + "<|im_end|>\n"
+    assert "enable_thinking" not in caplog.text
+    assert ids("42.")[1] == end("42.")
+    assert mentions(caplog.text, "1 of 1", "response", "</think>", "enable_thinking")
 
 
 def test_prompts_that_are_in_both_answers_need_no_column(with_tools, tmp_path):

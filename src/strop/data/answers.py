@@ -21,7 +21,13 @@ from strop.data.bridge import Bridge
 from strop.data.loader import collate
 from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import Files, read_prompt_table, source_of
-from strop.data.prompts import AUTO, PromptFormat, ResponseEncoder, texts_before_answers
+from strop.data.prompts import (
+    AUTO,
+    PromptFormat,
+    ResponseEncoder,
+    texts_before_answers,
+    thinking_before_answers,
+)
 from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
@@ -42,8 +48,9 @@ class AnsweredDataset:
     ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
     of ``columns``. The end of an answer to a chat is the one of ``end_ids`` that the chat template writes
     after a turn, else the tokenizer's; with ``how.allow_special_tokens`` an answer that has an end gets no
-    second one. An answer that is True in a column ``<name>_truncated`` of the files, for example
-    ``chosen_truncated``, was cut when it was generated, and gets no end token.
+    second one. Where the template ends prompts with ``<think>``, an answer that begins with it loses the tag.
+    An answer that is True in a column ``<name>_truncated`` of the files, for example ``chosen_truncated``,
+    was cut when it was generated, and gets no end token.
 
     Prompts may have pictures, as those of ``RLHFDataset``, and answers none.
 
@@ -108,7 +115,9 @@ class AnsweredDataset:
         written: Sequence[str] = ()
         if how.allow_special_tokens:  # without an end token the encoder says so
             written = tokenizer.convert_ids_to_tokens([end for end in ends if end is not None])
-        encode = ResponseEncoder(texts_before_answers(tokenizer, how, is_chat=is_chat), tuple(written))
+        thinking = thinking_before_answers(tokenizer, how) if is_chat else ""
+        before = texts_before_answers(tokenizer, how, is_chat=is_chat)
+        encode = ResponseEncoder(before, tuple(written), thinking)
         options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         own: dict[str, Any] = {"prompt_key": prompt_key, "pictures": self.pictures, **options}
         self._tokens = {
@@ -128,6 +137,8 @@ class AnsweredDataset:
         for name in answer_keys:
             tokens = self._tokens[name].with_last(end)
             cut = self._are_cut(name)
+            if thinking:
+                self._warn_of_thinking(answer_keys[name], cut)
             if how.allow_special_tokens:  # an answer that was rendered beforehand has its end already
                 cut = cut | np.isin(tokens.before_last(), ends)
             self._tokens[name] = tokens.without_last(cut)
@@ -183,6 +194,23 @@ class AnsweredDataset:
         cut = values.fill_null(False).to_numpy()
         logger.info("%s: %s: %d of %d answers get no end token", files, column, cut.sum(), len(cut))
         return cut
+
+    def _warn_of_thinking(self, column: str, cut: np.ndarray) -> None:
+        """Warn of answers, but the ``cut`` ones, that stay in the think block at the end of their prompts."""
+        texts, options = self._table.table.column(column), pc.MatchSubstringOptions("</think>")
+        texts = texts.cast(pa.large_string()) if pa.types.is_dictionary(texts.type) else texts
+        closed = pc.call_function("match_substring", [texts], options).to_numpy()
+        if n_open := int((~closed & ~cut).sum()):
+            logger.warning(
+                "%s: the chat template begins a think block after the prompt, and %d of %d answers of the "
+                "column %s have no </think>, so they are learned as thinking; set "
+                "data.apply_chat_template_kwargs={enable_thinking: False} if the template has it, or begin "
+                "these answers with </think>",
+                ", ".join(self._table.files),
+                n_open,
+                len(texts),
+                column,
+            )
 
     def _require_differing(self, chosen: str, rejected: str) -> None:
         """Raise ``DataError`` if both answers are the same in every row; warn if in some."""
