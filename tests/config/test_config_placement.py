@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
@@ -11,6 +12,7 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.config.placement import Placement, processes_per_node, runs_on_ray
 from strop.errors import ConfigError
+from strop.rollout.vllm.kind import tensor_parallel_size
 
 from messages import Message, mentions
 
@@ -65,6 +67,16 @@ def test_the_default_number_of_processes_is_that_of_the_visible_gpus(monkeypatch
     assert processes_per_node(load_config(["trainer.n_gpus_per_node=8"])) == 8
     monkeypatch.setattr(placement, "visible_gpus", lambda: 16)
     assert processes_per_node(load_config([])) == 8
+
+
+def test_a_process_of_ray_that_sees_one_gpu_counts_those_of_the_run(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    config = load_config(["actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")  # as Ray sets it
+    config = pickle.loads(pickle.dumps(config))
+    assert processes_per_node(config) == 4
+    assert runs_on_ray(config)
+    assert tensor_parallel_size(config) == 2
 
 
 @pytest.mark.parametrize(

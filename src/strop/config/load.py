@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from pydantic import ValidationError
 
+from strop.config import placement
 from strop.config.derived import STEPS, Values, copied, written_paths
 from strop.config.identity import value_in
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
@@ -177,6 +178,7 @@ def _build(
     meant = {path for path in in_file if path in keys and _differs(values.tree, tree, path)}
     meant |= _paths_of(settings) | _with_sections(names.values)
     config.note_written(values.written, meant=meant, notes=[*notes, *names.notes])
+    config.note_gpus(placement.visible_gpus())
     chosen, whys = choices(config)
     config = with_values(config, chosen)
     config.note_authors({**values.authors, **{key: f"derived: {why}" for key, why in whys.items()}})

@@ -114,8 +114,8 @@ def processes_per_node(config: RootConfig) -> int:
     trainer, written = config.trainer, config.written
     if written is None or "trainer.n_gpus_per_node" in written or trainer.nnodes > 1:
         return trainer.n_gpus_per_node
-    gpus = 0 if trainer.device == "cpu" else visible_gpus()
-    return max(min(trainer.n_gpus_per_node, gpus), 1)
+    gpus = visible_gpus() if config.gpus is None else config.gpus
+    return max(min(trainer.n_gpus_per_node, 0 if trainer.device == "cpu" else gpus), 1)
 
 
 def visible_gpus() -> int:

@@ -128,6 +128,7 @@ class RootConfig(Section):
     _meant: frozenset[str] = PrivateAttr(default=frozenset())
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _authors: dict[str, str] = PrivateAttr(default_factory=dict)
+    _gpus: int | None = PrivateAttr(default=None)
 
     @property
     def written(self) -> frozenset[str] | None:
@@ -155,6 +156,15 @@ class RootConfig(Section):
     def note_authors(self, authors: Mapping[str, str]) -> None:
         """Record the authors of values that are no defaults."""
         self._authors = dict(authors)
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the process that loaded this; a process of Ray sees its own only. None: not known."""
+        return self._gpus
+
+    def note_gpus(self, gpus: int) -> None:
+        """Record the GPUs on which a default depends, which so is one for all processes of a run."""
+        self._gpus = gpus
 
     def strategy_key(self, path: str) -> str:
         """Return the key of the strategy of the model that the key ``path`` belongs to."""
