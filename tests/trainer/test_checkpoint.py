@@ -69,6 +69,16 @@ def test_the_global_random_generators_go_on_where_they_were(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
+def test_a_machine_with_fewer_gpus_goes_on(monkeypatch):
+    state, restored = checkpoint.random_state(), []
+    state["cuda"] = [torch.tensor([1]), torch.tensor([2])]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, device: restored.append(device))
+    checkpoint.restore_random_state(state)
+    assert restored == [0]
+
+
 def test_checkpoints_after_that_of_a_resume_are_pruned_when_a_new_one_is_whole(tmp_path):
     def kept() -> list[int]:
         return sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))

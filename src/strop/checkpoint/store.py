@@ -99,8 +99,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])  # here may be fewer GPUs
 
 
 class AwaitedError(Exception):
