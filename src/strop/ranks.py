@@ -76,9 +76,9 @@ def cpu_group(name: str) -> dist.ProcessGroup | None:
     """Return the gloo group of all ranks for checkpoints called ``name``. Collective.
 
     A separate group, so that a background save cannot mix its collectives with those of training or of
-    another role's save in this process.
+    another role's save in this process. None without a default process group.
     """
-    return _cpu_group(dist.group.WORLD, name) if several() else None
+    return _cpu_group(dist.group.WORLD, name) if dist.is_available() and dist.is_initialized() else None
 
 
 @lru_cache(maxsize=8)

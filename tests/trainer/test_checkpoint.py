@@ -15,7 +15,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from saving_groups import STATE, Group
+from torch.distributed.checkpoint import state_dict_saver
 
 from strop.checkpoint import folder as checkpoint_folder
 from strop.checkpoint import store as checkpoint
@@ -23,6 +25,7 @@ from strop.checkpoint.folder import newest_model, verify
 from strop.checkpoint.hub import model_of
 from strop.checkpoint.store import Checkpoints
 from strop.engines.torch.engine import TorchEngine
+from strop.engines.torch.state import load as restore
 from strop.engines.torch.state import materialize, save
 from strop.errors import CheckpointError, TrainingError, WorkerError
 from strop.models.policy import PolicyModel
@@ -67,6 +70,23 @@ def test_the_global_random_generators_go_on_where_they_were(tmp_path):
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
     checkpoints.load(tmp_path / "global_step_1", {"actor": Group(1)})
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_the_background_save_of_one_rank_beside_vllms_group(tmp_path, monkeypatch):
+    """On a GPU that group has no CPU backend, and torch looks at it although there are no other ranks."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    of_a_gpu = SimpleNamespace(_device_types=[torch.device("cuda")])
+    monkeypatch.setattr(state_dict_saver, "_get_default_group", lambda: of_a_gpu)
+    model, again = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    try:
+        save(model, None, tmp_path / "actor", background=True).result()
+        restore(again, None, tmp_path / "actor")
+    finally:
+        if alone:
+            dist.destroy_process_group()
+    assert torch.equal(again.weight, model.weight)
 
 
 def test_a_machine_with_fewer_gpus_goes_on(monkeypatch):

@@ -207,7 +207,9 @@ def _misfits(
 
 
 def _process_group(folder: Path) -> dict[str, Any]:
-    return {"process_group": ranks.cpu_group(folder.name)} if ranks.several() else {"no_dist": True}
+    # Also of one rank: torch refuses a save in the background without a group that has a CPU backend, and the
+    # default group that vLLM opens on a GPU has none.
+    return {"process_group": ranks.cpu_group(folder.name), "no_dist": not ranks.several()}
 
 
 @contextlib.contextmanager
