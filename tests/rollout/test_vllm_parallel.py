@@ -13,6 +13,7 @@ from messages import naming
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm import envs
 from vllm.distributed.device_communicators import all_reduce_utils, custom_all_reduce
 from vllm.engine.arg_utils import EngineArgs
 
@@ -29,7 +30,7 @@ def test_vllms_own_all_reduce_looks_up_a_gpu_that_the_rank_cannot_see(monkeypatc
         custom_all_reduce._can_p2p(0, 2)
 
 
-def test_engines_over_several_processes_do_without_it(tmp_path):
+def test_engines_over_several_processes_reduce_by_nccl(tmp_path):
     config = load_config(
         [
             "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
@@ -43,7 +44,10 @@ def test_engines_over_several_processes_do_without_it(tmp_path):
     )  # fmt: skip
     arguments = engine_arguments(spec, tiny_lm().config)
     assert (arguments["tensor_parallel_size"], arguments["disable_custom_all_reduce"]) == (2, True)
-    assert EngineArgs(**arguments).disable_custom_all_reduce is True  # vLLM takes the argument
+    taken = EngineArgs(**arguments)  # vLLM takes the arguments
+    assert taken.disable_custom_all_reduce is True
+    assert taken.compilation_config.pass_config.fuse_allreduce_rms is False
+    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER is False
 
 
 def test_a_failed_look_up_of_vllm_is_an_error_with_its_reason(monkeypatch):

@@ -47,8 +47,9 @@ def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, An
     if spec.world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
         # vLLM's own all-reduce numbers the ranks' GPUs as one process sees them: with a process for each GPU
-        # it looks up one that is not visible.
+        # it looks up one that is not visible. FlashInfer's adds up in no fixed order.
         arguments["disable_custom_all_reduce"] = True
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if spec.device.type == "cuda":
         arguments["enable_sleep_mode"] = cast(Any, spec.config.actor_rollout_ref.rollout).free_cache_engine
     return arguments

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 # vLLM reads these when it is imported; those that are set already are kept.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run in this process, which holds the weights
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # it adds up in no fixed order: a call would not repeat
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # share the trainer's threads
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
