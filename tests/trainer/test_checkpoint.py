@@ -89,6 +89,14 @@ def test_the_background_save_of_one_rank_beside_vllms_group(tmp_path, monkeypatc
     assert torch.equal(again.weight, model.weight)
 
 
+def test_a_driver_that_has_not_used_gpus_leaves_them_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state_all", Mock(side_effect=RuntimeError("CUDA is initialized"))
+    )
+    assert checkpoint.random_state()["cuda"] == []
+
+
 def test_a_machine_with_fewer_gpus_goes_on(monkeypatch):
     state, restored = checkpoint.random_state(), []
     state["cuda"] = [torch.tensor([1]), torch.tensor([2])]

@@ -88,7 +88,7 @@ def random_state() -> dict[str, Any]:
         "python": (version, list(words), gauss),
         "numpy": (str(name), keys.tolist(), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
