@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import sharded_jobs as jobs
 import torch
@@ -13,7 +15,7 @@ from strop.engines.base import EngineSpec, ModelSpec, engine_class, weights_hash
 from strop.engines.device import pick_device
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.engines.torch.engine import TorchEngine
-from strop.errors import ConfigError
+from strop.errors import ConfigError, ModelError
 from strop.models.loader import load_causal_lm
 from strop.models.policy import PolicyModel
 from strop.models.selective import KeptResults
@@ -281,6 +283,17 @@ def test_passes_without_gradient_are_launched_before_their_outputs_are_copied_to
     assert events == 4 * ["pass", 3] + [2, 3]  # hidden states of a batch would fill the device
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(RuntimeError("mixed"), ModelError), (torch.OutOfMemoryError("full"), torch.OutOfMemoryError)],
+)
+def test_a_lack_of_memory_in_the_trial_of_16_bits_is_not_the_familys(folder, monkeypatch, error, raised):
+    engine = jobs.engine(folder, compute_dtype="bfloat16", optimizer=None)
+    monkeypatch.setattr(engine.module, "figures", Mock(side_effect=error))
+    with pytest.raises(raised, match=str(error)):
+        engine._require_low_precision(ModelSpec(kind="policy", path=folder))
+
+
 def _train_twice(engine: TorchEngine) -> str:
     for _ in range(2):
         _update(engine)
@@ -297,7 +310,9 @@ def test_training_goes_on_bit_for_bit_after_a_save_and_from_the_saved_state(fold
     assert _train_twice(resumed) == _train_twice(saved) == _train_twice(engine)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED HERE: offloading needs a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="NOT TESTED HERE: offloading needs a GPU (CUDA_VISIBLE_DEVICES=0)"
+)
 def test_offloaded_parameters_and_moments_wait_on_the_cpu_and_change_no_number(folder):
     device, found = torch.device("cuda"), []
     for offload in (False, True):

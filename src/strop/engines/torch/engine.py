@@ -240,6 +240,8 @@ class TorchEngine:
         try:
             with self._low_precision():
                 self.module.figures(rows)
+        except torch.OutOfMemoryError:  # a RuntimeError too; 32 bits would take more
+            raise
         except RuntimeError as error:
             key = f"{spec.packing_key.removesuffix('use_remove_padding')}compute_dtype"
             raise ModelError(
