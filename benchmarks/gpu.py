@@ -775,6 +775,7 @@ class Case:
                 "actor_rollout_ref.actor.ppo_mini_batch_size": samples // n,
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": self.micro.max_tokens,
                 "critic.ppo_max_token_len_per_gpu": self.micro.max_tokens,
+                "trainer.n_gpus_per_node": 1,  # as the other rows, which also need no Ray
                 "trainer.total_training_steps": STEPS,
                 "trainer.default_local_dir": str(Path(folder, "run")),
                 "trainer.save_minutes": None,

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from strop.config.load import load_config
+from strop.config.placement import runs_on_ray
+
 import forked
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -213,6 +216,26 @@ def test_a_model_is_trained_with_as_many_layers_as_fit(memory, layers):
     """
     seven = gpu.SIZES["7B"]
     assert seven.fitting(memory, 8192) == dataclasses.replace(seven, layers=layers)
+
+
+def test_a_step_is_that_of_one_gpu_wherever_there_are_more(monkeypatch):
+    """Several would need Ray, and its row stands beside rows of one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen = []
+
+    def train(model, rows, reward, **given):
+        seen.append(
+            runs_on_ray(load_config([f"{key}={given[key]}" for key in given if key.startswith("trainer.n")]))
+        )
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr("strop.train", train)
+    case = gpu.Case(
+        "tiny", gpu.SIZES["tiny"], gpu.Clock(gpu.torch.device("cpu"), math.inf), 1.0, gpu.Table([])
+    )
+    with pytest.raises(RuntimeError, match="enough"):
+        case.step("grpo")
+    assert seen == [False]
 
 
 def test_the_output_layers_kernel_can_be_switched_off(monkeypatch):
