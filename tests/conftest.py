@@ -17,6 +17,8 @@ import pytest
 
 # One thread each: tests run in parallel, and numbers must not depend on the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Runs would take the GPUs of the machine, and numbers and messages are those of CPUs.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network, or wait for it
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
