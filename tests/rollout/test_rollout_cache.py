@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from strop.errors import ModelError
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf.engine import HFRollout
-from strop.rollout.hf.kv_cache import keys_and_values
+from strop.rollout.hf.kv_cache import DecodeCache, keys_and_values
 from strop.rollout.hf.packed_linear import layers_of_one_input, packed_linears
 
 from messages import naming
@@ -23,6 +23,18 @@ def test_a_model_that_fills_fewer_caches_than_it_has_layers_is_refused():
     assert len(keys_and_values(filled, 1)) == 1
     with pytest.raises(ModelError, match=naming("1 of 2")):
         keys_and_values(filled, 2)
+
+
+def test_a_mask_of_any_window_begins_where_the_kernels_of_a_gpu_can_read_it():
+    prompt_mask = torch.tensor([[False, True, True, True, True], [True] * 5])
+    like = [(torch.zeros(2, 1, 5, 8), torch.zeros(2, 1, 5, 8))] * 2
+    cache = DecodeCache(like, [None, 4], prompt_mask=prompt_mask, limit=16, dtype=torch.bfloat16)
+    for length in range(6, 17):
+        masks = cache.next_column(None)
+        whole, recent = masks["full_attention"], masks["sliding_attention"]
+        assert (whole.shape[3], recent.shape[3]) == (length, 4)
+        assert torch.equal(recent, whole[..., -4:])
+        assert whole.data_ptr() % 16 == recent.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -205,7 +205,9 @@ class DecodeCache(Cache):
 
     def _visible(self, window: int | None) -> Tensor:
         start = 0 if window is None else max(0, self.length - window)
-        return self._mask[..., start : self.length]
+        mask = self._mask[..., start : self.length]
+        # torch's attention kernel for GPUs refuses a mask that does not begin at a multiple of 16 bytes
+        return mask.clone() if start else mask
 
 
 def to_the_front(active_R: Tensor) -> Tensor:
