@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.errors import ModelError
 from strop.models import flex_attention, prompts_once
+from strop.models.attention import attend
 from strop.models.packing import Packing
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
@@ -177,6 +178,33 @@ def test_rows_without_shared_prompts_attend_in_one_call_on_a_gpu(monkeypatch, fa
     assert_same(packed, padded, batch)
     windows = {"Qwen2": [-1, -1], "Qwen2 with windows": [-1, 2], "Mistral": [3, 3]}[family]
     assert calls == [([0, 11, 13, 18, 23, 28], (window, 0)) for window in windows]
+
+
+def test_grouped_heads_are_repeated_for_a_gpu_in_float32(monkeypatch):
+    """There torch would keep all scores. With a mask, or for large heads, transformers repeats them."""
+    seen = []
+
+    def sdpa(module, query, key, value, **options):
+        seen.append((query.shape[1], key.shape[1], value.shape[1]))
+        return query.transpose(1, 2), None
+
+    def heads(width, device="meta", dtype=torch.float32):
+        return [torch.randn(2, count, 5, width, device=device).to(dtype) for count in (6, 2, 2)]
+
+    monkeypatch.setattr("strop.models.attention.sdpa_attention_forward", sdpa)
+    mask = torch.zeros(1, 1, 5, 5, device="meta")
+    attend(nn.Module(), *heads(8), None)
+    attend(nn.Module(), *heads(8, dtype=torch.bfloat16), None)
+    attend(nn.Module(), *heads(8), mask)
+    attend(nn.Module(), *heads(512), None)
+    attend(nn.Module(), *heads(8, "cpu"), None)
+    assert seen == [(6, 6, 6), *[(6, 2, 2)] * 4]
+    query, key, value = heads(8, "cpu")
+    options = {"is_causal": True, "enable_gqa": True}
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    key, value = (states.repeat_interleave(3, dim=1) for states in (key, value))
+    found = nn.functional.scaled_dot_product_attention(query, key, value, **options)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

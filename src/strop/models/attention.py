@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from strop.errors import ModelError
 from strop.models.flex_attention import FLEX, PACKED_FLEX
@@ -38,6 +38,8 @@ _FLOAT32_UP_TO = 512
 """Longest sequence that attends in float32 on a CPU, if not by products. There torch's bfloat16 attention is
 slower than float32 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256,
 1.0x with 512."""
+_LARGEST_GROUPED = 256
+"""Largest head size whose grouped heads transformers leaves to torch; it repeats others itself."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -131,6 +133,11 @@ def attend(
         if attends_by_products(query, key, value) and not options.get("dropout"):
             return attention_by_products(query, key, value, mask, options.get("scaling"))
         heads = [states.float() if in_float32 else states for states in (query, key, value)]
+        # torch has no kernel for grouped heads in float32 on a GPU: it would keep all T x K scores
+        keeps_scores = mask is None and query.device.type != "cpu" and query.dtype == torch.float32
+        if keeps_scores and key.shape[3] == value.shape[3] <= _LARGEST_GROUPED:
+            groups = query.shape[1] // key.shape[1]
+            heads[1:] = (repeat_kv(states, groups) for states in heads[1:])
         mask = mask if mask is None else mask.to(heads[0].dtype)
         output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
     return output.to(value.dtype)
