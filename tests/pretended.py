@@ -1,8 +1,8 @@
 """A device that is not there, in place of a GPU: its tensors hold their numbers in CPU memory.
 
 They say that they are on the meta device, and refuse to meet tensors of the CPU, as those of a GPU do.
-Counted is what makes a CPU wait for a GPU: reading a number, copies that are not ``non_blocking``, and
-operations whose result has a size that depends on numbers.
+Counted is what makes a CPU wait for a GPU: reading a number, copies that are not ``non_blocking`` or of
+tensors that are not contiguous, and operations whose result has a size that depends on numbers.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Device(TorchDispatchMode):
         to = kwargs.get("device")
         to = None if to is None else torch.device(to).type
         blocks = not kwargs.get("non_blocking") and not (name == "copy_" and args[2:] == (True,))
+        # torch copies them to contiguous memory first, which is not pinned
+        blocks = blocks or not all(tensor.is_contiguous() for tensor in on_cpu)
         if here and any(tensor.dim() for tensor in on_cpu):
             if name in INDEXED:
                 self._wait("indices on the CPU")

@@ -14,6 +14,7 @@ from strop.engines.base import OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
 from strop.models.lora import LoraSettings
+from strop.models.passes.micro_batch import send
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
@@ -171,4 +172,13 @@ def test_the_device_counts_sizes_that_depend_on_numbers(device):
         assert device.waited() == 1
     numbers.repeat_interleave(numbers, output_size=6)
     numbers.to("cpu", non_blocking=True)
+    assert device.waited() == 0
+
+
+def test_the_device_counts_copies_of_what_is_not_contiguous(device):
+    columns = torch.ones(2, 3)
+    columns[:, :2].to(DEVICE, non_blocking=True)
+    assert device.waited() == 1
+    send(columns[:, :2], DEVICE)
+    columns[:1, :2].to(DEVICE, non_blocking=True)
     assert device.waited() == 0

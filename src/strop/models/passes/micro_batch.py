@@ -42,6 +42,8 @@ class MicroBatch(Mapping[str, Tensor]):
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor on the CPU to ``device``, without waiting for work that was queued there before."""
+    if device.type != "cpu":  # torch copies others to contiguous memory first, which is not pinned
+        tensor = tensor.contiguous()
     if device.type == "cuda":  # a copy from memory that is not pinned waits
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
