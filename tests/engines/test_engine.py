@@ -283,6 +283,16 @@ def test_passes_without_gradient_are_launched_before_their_outputs_are_copied_to
     assert events == 4 * ["pass", 3] + [2, 3]  # hidden states of a batch would fill the device
 
 
+def test_passes_leave_out_cudnn_whose_plans_are_for_one_length(folder):
+    engine, seen, look = jobs.engine(folder), [], torch.backends.cuda.cudnn_sdp_enabled
+    before = look()
+    engine.module.register_forward_pre_hook(lambda *_: seen.append(look()))
+    engine.infer(jobs.samples(), MicroBatching(rows=8))
+    _update(engine)
+    assert set(seen) == {False}
+    assert look() == before
+
+
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(RuntimeError("mixed"), ModelError), (torch.OutOfMemoryError("full"), torch.OutOfMemoryError)],

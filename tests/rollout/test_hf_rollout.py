@@ -49,6 +49,15 @@ def test_greedy_tokens_are_those_of_transformers_generate(family):
     assert len(expected.unique()) > 5  # a model that repeats one token would prove nothing
 
 
+def test_decoding_leaves_out_cudnn_whose_plans_are_for_one_number_of_keys(monkeypatch):
+    rollout, seen, before = rollout_of(tiny_lm()), [], torch.backends.cuda.cudnn_sdp_enabled()
+    look = torch.backends.cuda.cudnn_sdp_enabled
+    monkeypatch.setattr(rollout, "require_going_on", lambda: seen.append(look()))
+    rollout.generate(prompts_of(LENGTHS), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert set(seen) == {False}
+    assert look() == before
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_log_probs_are_those_of_a_full_forward_pass(family):
     """Padding is the end token, as in many tokenizers: masks must come from lengths."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -244,6 +245,14 @@ def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     if is_flash(implementation) or implementation == FLEX:
         implementation = "sdpa" if supports_sdpa(model) and score_cap(model.config) is None else "eager"
     return attention_set_to(model, implementation)
+
+
+def without_cudnn() -> AbstractContextManager[Any]:
+    """Leave cuDNN's attention, which torch prefers on an H100, H200 or B200, out of ``sdpa`` in the body.
+
+    It makes a plan for each new length, in 1 s on a B200 (modelscope/FunASR, issue 3704).
+    """
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def is_flash(implementation: str | None) -> bool:

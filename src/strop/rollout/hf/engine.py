@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
 from strop.errors import ModelError
-from strop.models.attention import portable_attention
+from strop.models.attention import portable_attention, without_cudnn
 from strop.models.heads import model_errors
 from strop.models.inputs import Reader
 from strop.models.loader import end_token_ids, hidden_token_ids
@@ -154,6 +154,7 @@ class HFRollout(QueuedRollout):
         with (
             _eval_mode(self.model),
             portable_attention(self.model),  # contexts are padded, and the cache makes the mask
+            without_cudnn(),
             packs as packed,
             low_precision(self.model, self.compute_dtype, besides=packed),
         ):
