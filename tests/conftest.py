@@ -131,6 +131,13 @@ _RAY_RUNS = (
     "tests/workers/test_reward_model.py",
     "tests/workers/test_workers_in_flight.py",
 )
+# Each of their runs starts a Ray cluster: on two cores several at once take minutes.
+_RAY_CLUSTERS = (
+    "tests/e2e/test_ray",
+    "tests/e2e/test_stopped_on_ray.py",
+    "tests/controller/test_private_cluster.py",
+    "tests/e2e/test_async_failures.py",
+)
 # Tests that mostly wait, for deadlines or for processes that start and end, and tests with short limits of
 # time, as they have the cores first.
 _WAITING = (
@@ -190,7 +197,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            for group in (_RAY_CONTROLLER, _RAY_RUNS, _VLLM):  # one Ray session each, one import of vLLM
+            # one Ray session each, one cluster after the other, one import of vLLM
+            for group in (_RAY_CONTROLLER, _RAY_RUNS, _RAY_CLUSTERS, _VLLM):
                 if nodeid.startswith(group):
                     return group[0]
             return nodeid.split("::")[0]
