@@ -168,4 +168,4 @@ def _draw_panel(ax: Axes, panel: Panel, steps: Steps) -> None:
     if panel.limits is not None:
         ax.set_ylim(*panel.limits)
     if len(ax.get_legend_handles_labels()[1]) > 1 or panel.title == "Validation":
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(loc="best", frameon=False, fontsize=8)  # the default warns after 1 s
