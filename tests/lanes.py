@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
                 *("--durations", "10", "-rsfE", "-p", "no:cacheprovider", *arguments),
             ]
             with outputs[name].open("w") as output:
-                environment = {**os.environ, "STROP_TEST_LANE": name}
+                # Ray's workers would have the niceness 15, and hardly get a core beside tests that compute
+                environment = {**os.environ, "STROP_TEST_LANE": name, "RAY_worker_niceness": "0"}
                 # containers often set it, and each of a thousand processes would compile strop again
                 environment.pop("PYTHONDONTWRITEBYTECODE", None)
                 lanes[name] = subprocess.Popen(

@@ -162,7 +162,7 @@ def test_scores_of_vllms_server_are_those_of_transformers_whatever_runs_beside(t
     rows = [beginning + torch.randint(19, (n,), generator=draw).tolist() for n in (1, 2, 9, 17, 23)]
     rows += [[3, 4], [7], beginning]
     with real_server(tmp_path) as url:
-        settings = {**SETTINGS, "urls": [url], "token_env": "TOKEN"}
+        settings = {**SETTINGS, "urls": [url], "token_env": "TOKEN", "patience_s": 300.0}
         scorer, other = (
             Scorer(SimpleNamespace(**settings), tiny_model.build_tokenizer(), 63) for _ in range(2)
         )
