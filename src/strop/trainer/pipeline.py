@@ -210,9 +210,9 @@ class Pipeline:
         """Complete batches when the learner took the last one."""
 
     @property
-    def is_begun(self) -> bool:
-        """True if a batch was begun, or its prompts sent to the rollout."""
-        return self._last > 0 or bool(self._admitted)
+    def is_ahead(self) -> bool:
+        """True if batches were begun, or their prompts sent to the rollout, that no iteration has taken."""
+        return bool(self._batches or self._admitted)
 
     @property
     def is_used(self) -> bool:

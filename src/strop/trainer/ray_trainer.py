@@ -370,7 +370,7 @@ class RayPPOTrainer(VerlNames):
 
         Raises ``ConfigError`` if the rollout has samples of them, which it would complete.
         """
-        if self.pipeline is not None and self.pipeline.beside and self.pipeline.is_begun:
+        if self.pipeline is not None and self.pipeline.beside and self.pipeline.is_ahead:
             raise ConfigError(
                 f"trainer.async_steps={self.config.trainer.async_steps}: fit of this trainer was called "
                 "before, and its rollout holds samples; make a new trainer of the same configuration, which "
