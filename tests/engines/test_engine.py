@@ -284,13 +284,14 @@ def test_passes_without_gradient_are_launched_before_their_outputs_are_copied_to
 
 
 def test_passes_leave_out_cudnn_whose_plans_are_for_one_length(folder):
-    engine, seen, look = jobs.engine(folder), [], torch.backends.cuda.cudnn_sdp_enabled
-    before = look()
-    engine.module.register_forward_pre_hook(lambda *_: seen.append(look()))
+    """In the whole process: threads of other pools would restore each other's choice."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    engine, seen = jobs.engine(folder), []
+    engine.module.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
     engine.infer(jobs.samples(), MicroBatching(rows=8))
     _update(engine)
     assert set(seen) == {False}
-    assert look() == before
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize(
@@ -318,6 +319,14 @@ def test_training_goes_on_bit_for_bit_after_a_save_and_from_the_saved_state(fold
     saved.save(tmp_path / "after two")
     resumed.load(tmp_path / "after two")
     assert _train_twice(resumed) == _train_twice(saved) == _train_twice(engine)
+
+
+def test_a_resume_forgets_the_gradient_of_an_update_that_broke_off(folder, tmp_path):
+    engine, broken = jobs.engine(folder), jobs.engine(folder)
+    engine.save(tmp_path / "state")
+    _update(broken)
+    broken.load(tmp_path / "state")
+    assert _train_twice(broken) == _train_twice(engine)
 
 
 @pytest.mark.skipif(

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -247,12 +246,13 @@ def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     return attention_set_to(model, implementation)
 
 
-def without_cudnn() -> AbstractContextManager[Any]:
-    """Leave cuDNN's attention, which torch prefers on an H100, H200 or B200, out of ``sdpa`` in the body.
+def leave_out_cudnn() -> None:
+    """Leave cuDNN's attention, which torch prefers on an H100, H200 or B200, out of ``sdpa`` in this process.
 
-    It makes a plan for each new length, in 1 s on a B200 (modelscope/FunASR, issue 3704).
+    It makes a plan for each new length, in 1 s on a B200 (modelscope/FunASR, issue 3704). For good, as the
+    switch belongs to the process: threads that set and restored it would restore each other's.
     """
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def is_flash(implementation: str | None) -> bool:

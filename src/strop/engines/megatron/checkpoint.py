@@ -84,3 +84,4 @@ class Checkpoints:
             state.read({f"{_OPTIMIZER}{self._weights.places[0].name}.step": step}, folder)
             self._optimizer.steps = float(step)
             self._optimizer.reload_parameters()
+            self._optimizer.clear()  # gradients of an update that broke off

@@ -62,7 +62,7 @@ class Optimizer:
         # No overrides: megatron-core decays neither biases nor norms, torch's AdamW decays all.
         self._optimizer = get_megatron_optimizer(config, self.chunks, {}, use_gloo_process_groups=False)
         self._create_moments()
-        self._clear()
+        self.clear()
 
     def _create_moments(self) -> None:
         """Create the (zero) moments, so that a checkpoint before the first step has them."""
@@ -96,10 +96,11 @@ class Optimizer:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step_with_ready_grads()
-        self._clear()
+        self.clear()
         return StepResult(grad_norm=norm, skipped=skipped)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Clear the gradients."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -40,7 +40,7 @@ from strop.engines.torch.sharding import (
     whole,
 )
 from strop.errors import ModelError
-from strop.models.attention import is_flash, without_cudnn
+from strop.models.attention import is_flash, leave_out_cudnn
 from strop.models.base import RoleModel
 from strop.models.comparison import few_rows, require_eager_figures, try_kept_results
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
@@ -105,6 +105,7 @@ class TorchEngine:
 
         ``sharding`` needs a module on the meta device, and ``weights`` to fill it.
         """
+        leave_out_cudnn()
         self.module = module
         self.device = device
         dtype = dtype_named(compute_dtype, device)
@@ -299,7 +300,7 @@ class TorchEngine:
         self.module.eval()
         batch = DataProto(batch.batch)  # object columns would be indexed for every micro-batch
         pieces, rows = [], self._split(batch, micro)
-        with self._low_precision(), without_cudnn():
+        with self._low_precision():
             for piece_rows in rows:
                 outputs = self.module(columns_of(batch, piece_rows, self.device), **options)
                 found = {name: tensor[: len(piece_rows)] for name, tensor in outputs.items()}
@@ -324,7 +325,7 @@ class TorchEngine:
             sequences = float(learning_rows(self.module.sequences(batch.batch)).sum()) * counts
             routers.begin(ranks.total({"n": sequences}, self.device)["n"], self.device)
         pieces = self._split(batch, micro)
-        with self._low_precision(), without_cudnn():
+        with self._low_precision():
             for number, rows in enumerate(pieces, 1):
                 if self._reduces_once:
                     set_gradient_reduction(self.module, number == len(pieces))
@@ -397,6 +398,8 @@ class TorchEngine:
 
     def load(self, folder: Path) -> None:
         self._saving.wait()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)  # of an update that broke off
         state.load(self.module, self._optimizer, folder)
 
     def export(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
 from strop.errors import ModelError
-from strop.models.attention import portable_attention, without_cudnn
+from strop.models.attention import leave_out_cudnn, portable_attention
 from strop.models.heads import model_errors
 from strop.models.inputs import Reader
 from strop.models.loader import end_token_ids, hidden_token_ids
@@ -82,6 +82,7 @@ class HFRollout(QueuedRollout):
         super().__init__(
             pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, hidden_token_ids=hidden_token_ids
         )
+        leave_out_cudnn()
         self.model, self.micro_batch_size, self._reader = model, micro_batch_size, reader or Reader()
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
@@ -154,7 +155,6 @@ class HFRollout(QueuedRollout):
         with (
             _eval_mode(self.model),
             portable_attention(self.model),  # contexts are padded, and the cache makes the mask
-            without_cudnn(),
             packs as packed,
             low_precision(self.model, self.compute_dtype, besides=packed),
         ):
