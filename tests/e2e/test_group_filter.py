@@ -16,6 +16,7 @@ from strop.checkpoint.folder import saved_steps
 from strop.errors import RewardError, TrainingError
 from strop.protocol import DataProto
 from strop.trainer.group_filter import GroupFilter, differing_groups
+from strop.trainer.pipeline import lost_of
 from strop.trainer.scores import Samples
 
 from killing import kill
@@ -155,6 +156,24 @@ def test_groups_carried_over_stay_where_samples_in_flight_fail(inputs, tmp_path,
     trained(inputs, tmp_path, *ahead)
     rows = pq.read_table(tmp_path / "rollouts" / f"step_{step + 1:06d}.parquet")
     assert rows["uid"].to_pylist()[: len(kept)] == kept
+
+
+@pytest.mark.parametrize(
+    ("files", "changed", "words"),
+    [
+        (["kept.pt"], ["trainer.async_steps"], []),
+        (["kept.pt"], ["data.seed"], ["groups carried over are dropped"]),
+        (["kept.pt", "schedule.pt"], ["trainer.async_steps"], ["samples in flight are not used"]),
+        (["schedule.pt"], ["data.seed"], ["samples in flight are not used"]),
+        (["kept.pt", "schedule.pt"], ["data.seed"], ["samples in flight", "groups carried over"]),
+        (["kept.pt", "schedule.pt"], [], []),
+    ],
+)
+def test_a_resume_says_of_which_samples_the_prompts_come_again_now(tmp_path, files, changed, words):
+    for name in files:
+        (tmp_path / name).touch()
+    lost = lost_of(tmp_path, changed)
+    assert [text.startswith(word) for text, word in zip(lost, words, strict=True)] == [True] * len(words)
 
 
 def test_a_task_without_differences_ends_with_an_error(inputs, tmp_path):

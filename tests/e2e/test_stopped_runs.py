@@ -273,6 +273,22 @@ def test_a_trainer_that_was_stopped_can_go_on(inputs, undisturbed, tmp_path, set
         trainer.shutdown()
 
 
+@pytest.mark.parametrize("settings", [pytest.param((), marks=pytest.mark.slow), FILTERED])
+def test_a_trainer_that_saves_nothing_can_go_on(inputs, undisturbed, tmp_path, settings):
+    """Its batches keep their numbers, by which samples are drawn, and its filter the groups it has."""
+    nothing = "trainer.save_freq=-1", "trainer.save_minutes=null"
+    trainer = build_trainer(load_config(options_of(inputs, tmp_path / "run", *settings, *nothing)))
+    try:
+        trainer.init_workers()
+        with undrawn():
+            trainer.fit(lambda step, metrics: step < 2)
+            trainer.fit()
+        assert trainer.global_step > 2
+        assert hashes(trainer) == undisturbed(settings)[0]
+    finally:
+        trainer.shutdown()
+
+
 def test_a_trainer_whose_rollout_holds_samples_cannot_go_on(inputs, tmp_path):
     options = options_of(inputs, tmp_path / "run", *APART, "trainer.async_steps=2")
     trainer = build_trainer(load_config(options))
@@ -282,7 +298,7 @@ def test_a_trainer_whose_rollout_holds_samples_cannot_go_on(inputs, tmp_path):
             trainer.fit(lambda step, metrics: False)
             with pytest.raises(ConfigError, match="make a new trainer") as raised:
                 trainer.fit()
-        assert mentions(str(raised.value), "trainer.async_steps=2", "goes on from the checkpoint")
+        assert mentions(str(raised.value), "trainer.async_steps=2", "goes on from the last checkpoint")
     finally:
         trainer.shutdown()
     assert saved_steps(tmp_path / "run") == [1]

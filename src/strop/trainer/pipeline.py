@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import ChainMap, deque
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +47,25 @@ KEPT = "kept.pt"
 """File of samples that passed the filter of groups and that no iteration has used."""
 SCHEDULE = "schedule.pt"
 """File with the number of the last batch whose prompts the rollout had."""
+
+
+def keeps_groups(changed: Collection[str]) -> bool:
+    """Return True if groups carried over are used after a resume with these keys changed.
+
+    They depend on all that samples in flight depend on but the schedule.
+    """
+    return {*changed} <= {"trainer.async_steps"}
+
+
+def lost_of(folder: Path, changed: Collection[str]) -> list[str]:
+    """Return in words what a resume with these keys ``changed`` does not use of samples in ``folder``."""
+    names = {path.name for path in folder.iterdir()} if changed and folder.is_dir() else set()
+    lost = []
+    if names - {KEPT}:
+        lost += ["samples in flight are not used, and their prompts are generated again, with newer weights"]
+    if KEPT in names and not keeps_groups(changed):
+        lost += ["groups carried over are dropped, and their prompts come again in the next epoch"]
+    return lost
 
 
 class BatchAhead:
@@ -187,9 +206,12 @@ class Pipeline:
     Args:
         loader: of the prompts; its position is that of the batches that were learned from.
         total_iterations: of the run; nothing is begun that these do not need.
+        kept: groups that passed the filter and that no iteration has used.
     """
 
-    def __init__(self, ppo: PPO, loader: PromptLoader, *, total_iterations: int) -> None:
+    def __init__(
+        self, ppo: PPO, loader: PromptLoader, *, total_iterations: int, kept: Sequence[DataProto] = ()
+    ) -> None:
         self.ppo, self.loader, self.total = ppo, loader, total_iterations
         config = ppo.config
         self.ahead, self.beside = Schedule.of(config)
@@ -197,12 +219,13 @@ class Pipeline:
         self._filter: GroupFilter | None = None
         if (settings := config.algorithm.filter_groups).enable:
             self._filter = GroupFilter(settings, size=config.data.train_batch_size, n=self.n)
+            self._filter.kept = [*kept]
         self._batches: deque[BatchAhead] = deque()  # begun
         self._in_use: BatchAhead | None = None  # the last one taken
         self._admitted: deque[DataProto] = deque()  # prompts of the batches after these
         self._loading: list[Future] = []
         self._coming: Iterator[DataProto] = loader.ahead()
-        self._taken = self._last = 0  # number of the last batch taken, and begun
+        self._taken = self._last = loader.yielded  # number of the last batch taken, and begun
         self._cut: LatePart | None = None
         self._mark: _Mark
         self.rollout = RolloutClock()
@@ -213,6 +236,11 @@ class Pipeline:
     def is_ahead(self) -> bool:
         """True if batches were begun, or their prompts sent to the rollout, that no iteration has taken."""
         return bool(self._batches or self._admitted)
+
+    @property
+    def kept(self) -> list[DataProto]:
+        """Groups that passed the filter and that no iteration has used."""
+        return [] if self._filter is None else [*self._filter.kept]
 
     @property
     def is_used(self) -> bool:
@@ -264,8 +292,7 @@ class Pipeline:
 
     def mark(self) -> None:
         """Note what a checkpoint of the present state has; call it after each iteration."""
-        kept = [] if self._filter is None else list(self._filter.kept)
-        self._mark = _Mark(list(self._batches), self._last + len(self._admitted), kept)
+        self._mark = _Mark(list(self._batches), self._last + len(self._admitted), self.kept)
 
     def leave_out(self) -> None:
         """Leave samples in flight out of what ``mark`` noted: the rollout has overwritten its part."""
@@ -295,13 +322,14 @@ class Pipeline:
         """Continue from a checkpoint; the loader has its position.
 
         Batches in flight are generated again if keys that they depend on have ``changed``; groups carried
-        over, too, which depend on all but the schedule.
+        over are dropped then, see ``keeps_groups``.
         """
         self._taken = self._last = self.loader.yielded
         self._coming = self.loader.ahead()
         folder = checkpoint / IN_FLIGHT
-        if self._filter is not None and (folder / KEPT).exists() and {*changed} <= {"trainer.async_steps"}:
-            self._filter.kept = [self._load(folder / KEPT)]
+        if self._filter is not None:
+            is_kept = (folder / KEPT).exists() and keeps_groups(changed)
+            self._filter.kept = [self._load(folder / KEPT)] if is_kept else []
         if changed:
             return
         while (path := folder / f"batch_{self._last + 1}.pt").exists():

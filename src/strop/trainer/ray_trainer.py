@@ -60,7 +60,7 @@ from strop.trainer.metrics import (
     speed_metrics,
     staleness_metrics,
 )
-from strop.trainer.pipeline import LatePart, Pipeline
+from strop.trainer.pipeline import LatePart, Pipeline, lost_of
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
@@ -368,15 +368,17 @@ class RayPPOTrainer(VerlNames):
     def renew_pipeline(self) -> None:
         """Forget the batches between rollout and learner: an earlier ``fit`` was stopped with them.
 
-        Raises ``ConfigError`` if the rollout has samples of them, which it would complete.
+        Groups that it carried over stay. Raises ``ConfigError`` if the rollout has samples of these batches,
+        which it would complete.
         """
         if self.pipeline is not None and self.pipeline.beside and self.pipeline.is_ahead:
             raise ConfigError(
                 f"trainer.async_steps={self.config.trainer.async_steps}: fit of this trainer was called "
-                "before, and its rollout holds samples; make a new trainer of the same configuration, which "
-                "goes on from the checkpoint"
+                "before, and its rollout holds samples; call shutdown, and make a new trainer of the same "
+                "configuration, which goes on from the last checkpoint if there is one"
             )
-        self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
+        kept = () if self.pipeline is None else self.pipeline.kept
+        self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps, kept=kept)
 
     def fit(self, on_step: OnStep | None = None) -> None:
         """Train up to ``total_steps`` iterations, from the last checkpoint if there is one."""
@@ -426,10 +428,11 @@ class ReinforcementRun(Run):
         batches: Any = getattr(trainer.train_loader, "batches", None)  # none where it validates only
         if batches is not None and batches.has_another_order:  # also by rows that no key names
             changed, words = [*changed, "data"], words or ["other rows"]
-        if changed and (checkpoint / IN_FLIGHT).is_dir() and not self.settings.val_only:
+        lost = lost_of(checkpoint / IN_FLIGHT, changed)
+        if lost and not self.settings.val_only:
             logger.warning(
-                "warning: samples in flight are not used, and their prompts are generated again, with newer "
-                "weights: %s was saved with other settings (%s)",
+                "warning: %s: %s was saved with other settings (%s)",
+                " and ".join(lost),
                 checkpoint,
                 "; ".join(words),
             )
