@@ -20,11 +20,13 @@ from strop.config.load import load_tree
 from strop.config.trees import DPO
 from strop.controller.group import LocalWorkerGroup
 from strop.errors import CheckpointError, ConfigError
+from strop.trainer.supervised import PreferenceTrainer, build
 from strop.trainer.supervised.reference import Reference
 from strop.workers.supervised import PreferenceWorker
 
 import tiny_model
 from messages import mentions, naming
+from runs import undrawn
 from supervised_runs import final_weights, make_inputs, metrics, overrides, require_equal_weights, train
 
 CACHE = "reference_log_probs/train.safetensors"
@@ -116,6 +118,17 @@ def test_every_pair_is_trained_on_and_the_trained_model_is_measured(inputs, tmp_
     assert mentions(shown, "step 3/3", "accuracy ", "margin ", "final accuracy ", "final margin ")
     assert main(["view", str(tmp_path)]) == 0
     assert mentions(capsys.readouterr().out, "train/rewards/accuracy", "final/rewards/margin")
+
+
+def test_a_second_fit_keeps_the_reference_of_the_first(inputs, trained, tmp_path, passes):
+    nothing = "trainer.save_freq=-1", "trainer.save_minutes=null", "trainer.test_freq=-1"
+    with undrawn():
+        trainer = build(PreferenceTrainer, load_tree(DPO, overrides(inputs, tmp_path, *nothing)))
+        trainer.init_workers()
+        trainer.fit(lambda step, metrics: step < 2)
+        trainer.fit()
+    assert sum(passes) == 24 + 10
+    require_equal_weights(tmp_path, final_weights(inputs / "run"))
 
 
 def test_a_resume_computes_no_reference_again(inputs, trained, tmp_path, passes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from itertools import pairwise, product
 
 import pytest
@@ -117,6 +118,18 @@ def test_an_update_forgets_the_mean_of_the_model_before_it(inputs, tmp_path):
         for step in (1, 2, 3, 4)
     ]
     assert ["strop_reward_mean" in config for config in saved] == [False, True, False, True]
+
+
+def test_a_run_that_is_complete_exports_again_with_its_mean(inputs, tmp_path):
+    """Its worker has the weights of the checkpoint, and no validation follows."""
+    options = overrides(inputs, tmp_path, "trainer.save_freq=2", "trainer.async_save=True")
+    train("train-rm", options)
+    first = json.loads((tmp_path / "final_model" / "config.json").read_text())
+    shutil.rmtree(tmp_path / "final_model")
+    train("train-rm", options)
+    again = json.loads((tmp_path / "final_model" / "config.json").read_text())
+    assert again["strop_reward_mean"] == first["strop_reward_mean"]
+    assert again == first
 
 
 def test_without_validation_files_the_mean_is_of_training_pairs(inputs, tmp_path, monkeypatch):

@@ -52,6 +52,8 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         self._continued: list[str] = []
         """Those that are not of an earlier run in the run folder."""
         self._reference_model: str | None = None
+        self._is_prepared = False
+        """The rows have the log-probs: fit may be called again, when the model is another."""
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
         """Count pairs, and the tokens of chosen answers."""
@@ -60,7 +62,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
 
     def prepare(self, folder: Path) -> None:
         """Compute the reference's log-probs with the model as it was loaded, or read those in ``folder``."""
-        if not needs_reference(self._loss):
+        if not needs_reference(self._loss) or self._is_prepared:
             return
         # the same weights compute other log-probs with other entries of config.json
         settings = json.dumps(self.config.model.override_config, sort_keys=True, default=str)
@@ -69,6 +71,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         for name, loader in {"train": self.train_loader, "val": self.val_loader}.items():
             if loader is not None:
                 self._find_reference(name, loader, folder / f"{FOLDER}/{name}.safetensors")
+        self._is_prepared = True
 
     def _find_reference(self, name: str, loader: PromptLoader, file: Path) -> None:
         """Compute or read the reference's log-probs of a data set, and give them to its rows."""

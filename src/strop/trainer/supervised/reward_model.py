@@ -72,6 +72,22 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
     trains_policy: ClassVar[bool] = False
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"
+    _calibration: tuple[float, float] | None = None
+    """Mean and standard deviation of the scores; None after an update, until the next evaluation."""
+
+    def step(self, batch: DataProto) -> dict[str, float]:
+        """See ``SupervisedTrainer``; the worker removes the calibration."""
+        self._calibration = None
+        return super().step(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the calibration: a run that was killed after its last checkpoint exports with it."""
+        return {**super().state_dict(), "calibration": self._calibration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if (found := state.get("calibration")) is not None:
+            self._calibrate(*found)
 
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return metrics of all pairs; the mean score becomes the model's offset."""
@@ -84,8 +100,12 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
         chosen_N, rejected_N = torch.cat(chosen).double(), torch.cat(rejected).double()
         self._scores = chosen_N, rejected_N
         metrics = pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
-        self.group.calibrate(metrics["score_mean"], metrics["score_std"])
+        self._calibrate(metrics["score_mean"], metrics["score_std"])
         return metrics
+
+    def _calibrate(self, mean: float, std: float) -> None:
+        self._calibration = mean, std
+        self.group.calibrate(mean, std)
 
     def measure(self) -> dict[str, float]:
         """See ``SupervisedTrainer``; validation pairs, if there are any, centre the saved model's scores."""
