@@ -227,8 +227,9 @@ def test_an_answer_has_no_second_tag_where_the_chat_template_begins_its_thinking
     options |= {"max_prompt_length": 199, "max_response_length": 199}
     tokenizer, rest = qwen3(), "first, add\n</think>\n\n42."
 
-    def ids(answer):
-        row = AnsweredDataset(Rows("sft", [{"prompt": "6 7", "response": answer}]), tokenizer, **options)[0]
+    def ids(answer, prompt="6 7", **more):
+        rows = Rows("sft", [{"prompt": prompt, "response": answer}])
+        row = AnsweredDataset(rows, tokenizer, **options, **more)[0]
         return row["input_ids"].tolist(), row["response"].tolist()
 
     def end(text):
@@ -243,6 +244,14 @@ def test_an_answer_has_no_second_tag_where_the_chat_template_begins_its_thinking
         prompt, response = ids(answer)
         assert response == end(rest)
     assert rendered == tokenizer.decode(prompt) + rest + "<|im_end|>\n"
+    begun_turn = [{"role": "user", "content": "6 7"}, {"role": "assistant", "content": "Let me see: "}]
+    for answer in (whole, "42."):  # a turn that is continued has no tag before the answer
+        assert ids(answer, begun_turn)[1] == end(answer)
+    silent = f"{begun}' + ('' if messages[0].role == 'system' else '<think>\\n') + '"
+    template, tokenizer.chat_template = tokenizer.chat_template, QWEN3.replace(begun, silent)
+    assert ids(whole)[1] == end(rest)
+    assert ids(whole, how=PromptFormat(system_prompt="no thinking"))[1] == end(whole)
+    tokenizer.chat_template = template
     assert "enable_thinking" not in caplog.text
     assert ids("42.")[1] == end("42.")
     assert mentions(caplog.text, "1 of 1", "response", "</think>", "enable_thinking")

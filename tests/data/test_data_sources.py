@@ -114,17 +114,20 @@ def test_json_texts_of_the_package_datasets_are_the_values_that_they_stand_for(t
         {
             "prompt": pa.ListArray.from_arrays([0, 2, 3], pa.array(as_json, pa.json_())),
             "answer": pa.array(['"x"', "42"], pa.json_()),
+            "ground_truth": pa.array(['"x"', '["y", "z"]'], pa.json_()),
             "more": pa.StructArray.from_arrays(list(parts.values()), list(parts)),
         }
     )
     pq.write_table(table, path := tmp_path / "t.parquet")
     expected = [
-        {"prompt": chats[0], "answer": "x", "more": {"a": {"k": [1, "x"]}}},
-        {"prompt": chats[1], "answer": "42", "more": {"b": "c"}},
+        {"prompt": chats[0], "answer": "x", "ground_truth": "x", "more": {"a": {"k": [1, "x"]}}},
+        {"prompt": chats[1], "answer": "42", "ground_truth": ["y", "z"], "more": {"b": "c"}},
     ]
     for source in (path, Rows("table", table)):
         assert to_rows(read_table(source, texts=["answer"])) == expected
     assert list(read_records(path, ["answer"])) == expected
+    with pytest.raises(DataError, match=naming("ground_truth", "several types", "text in row 0")):
+        read_table(path, texts=["answer", "ground_truth"])
     broken = pa.table({"answer": pa.array(["{"], pa.json_())})
     with pytest.raises(DataError, match=naming("rows:broken", "answer", "JSON")):
         read_table(Rows("broken", broken))
@@ -144,6 +147,14 @@ def test_answers_of_several_types_become_text(tmp_path):
     for table in (read_table(path), read_table(Rows("list", rows))):
         assert table["a"].to_pylist() == texts
         assert [record["b"] for record in table["n"].to_pylist()] == texts
+
+
+def test_values_of_several_types_that_no_text_can_be_stay_what_they_are(tmp_path):
+    rows = [{"a": "x", "b": value} for value in ("y", ["y", "z"], {"c": 1}, None, 2)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for source in (path, Rows("list", rows)):
+        assert to_rows(read_table(source, texts=["a"])) == rows
 
 
 def test_columns_that_only_some_records_have_are_kept(monkeypatch):
@@ -259,7 +270,7 @@ def write_lines(path, rows):
 def test_an_unreadable_file_is_named_with_the_place(name, content, parts, tmp_path):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=naming(*parts)):
-        read_table(tmp_path / name)
+        read_table(tmp_path / name, texts=["a"])
 
 
 def test_two_columns_of_one_name_are_named_in_formats_that_may_have_them(tmp_path):

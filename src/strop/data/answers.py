@@ -25,6 +25,7 @@ from strop.data.prompts import (
     AUTO,
     PromptFormat,
     ResponseEncoder,
+    second_tag,
     texts_before_answers,
     thinking_before_answers,
 )
@@ -116,8 +117,12 @@ class AnsweredDataset:
         if how.allow_special_tokens:  # without an end token the encoder says so
             written = tokenizer.convert_ids_to_tokens([end for end in ends if end is not None])
         thinking = thinking_before_answers(tokenizer, how) if is_chat else ""
+        thinks_N = ~self._table.ending_with("assistant", prompt_key) & bool(thinking)
+        if thinks_N.any():
+            for column in answer_keys.values():
+                self._table = self._table.without(second_tag(thinking), column, thinks_N)
         before = texts_before_answers(tokenizer, how, is_chat=is_chat)
-        encode = ResponseEncoder(before, tuple(written), thinking)
+        encode = ResponseEncoder(before, tuple(written))
         options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         own: dict[str, Any] = {"prompt_key": prompt_key, "pictures": self.pictures, **options}
         self._tokens = {
@@ -137,8 +142,8 @@ class AnsweredDataset:
         for name in answer_keys:
             tokens = self._tokens[name].with_last(end)
             cut = self._are_cut(name)
-            if thinking:
-                self._warn_of_thinking(answer_keys[name], cut)
+            if thinks_N.any():
+                self._warn_of_thinking(answer_keys[name], thinks_N & ~cut)
             if how.allow_special_tokens:  # an answer that was rendered beforehand has its end already
                 cut = cut | np.isin(tokens.before_last(), ends)
             self._tokens[name] = tokens.without_last(cut)
@@ -195,12 +200,12 @@ class AnsweredDataset:
         logger.info("%s: %s: %d of %d answers get no end token", files, column, cut.sum(), len(cut))
         return cut
 
-    def _warn_of_thinking(self, column: str, cut: np.ndarray) -> None:
-        """Warn of answers, but the ``cut`` ones, that stay in the think block at the end of their prompts."""
+    def _warn_of_thinking(self, column: str, thinks_N: np.ndarray) -> None:
+        """Warn of answers in rows ``thinks_N`` that stay in the think block at the end of their prompts."""
         texts, options = self._table.table.column(column), pc.MatchSubstringOptions("</think>")
         texts = texts.cast(pa.large_string()) if pa.types.is_dictionary(texts.type) else texts
         closed = pc.call_function("match_substring", [texts], options).to_numpy()
-        if n_open := int((~closed & ~cut).sum()):
+        if n_open := int((~closed & thinks_N).sum()):
             logger.warning(
                 "%s: the chat template begins a think block after the prompt, and %d of %d answers of the "
                 "column %s have no </think>, so they are learned as thinking; set "

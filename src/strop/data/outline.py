@@ -15,7 +15,16 @@ import pyarrow.parquet as pq
 from strop.config.paths import expand, is_rows, is_url, with_split
 from strop.config.schema import RootConfig
 from strop.data.prompt_table import require_columns
-from strop.data.sources import Rows, Source, is_parquet, read_table, reading, require_own_names, sources
+from strop.data.sources import (
+    JSON,
+    Rows,
+    Source,
+    is_parquet,
+    read_table,
+    reading,
+    require_own_names,
+    sources,
+)
 from strop.errors import Attempts, StropError
 
 
@@ -62,6 +71,7 @@ def _columns_and_rows(source: Source, names: dict[str, str]) -> tuple[pa.Table, 
             with reading(name):
                 file = pq.ParquetFile(expand(name))
                 require_own_names(name, file.schema_arrow.names)
-                return file.schema_arrow.empty_table(), file.metadata.num_rows
+                if JSON not in str(file.schema_arrow.types):  # types of values are in their texts
+                    return file.schema_arrow.empty_table(), file.metadata.num_rows
     table = read_table(source, texts=list(names.values()))
     return table, len(table)

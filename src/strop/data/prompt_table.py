@@ -69,20 +69,33 @@ class PromptTable:
         """Return True if a column holds strings, False for any other type."""
         return _is_string(self.table.column(column).type)
 
-    def ending_with(self, role: str, column: str) -> int:
-        """Return the number of chats in a column whose last message is of ``role``."""
-        total = 0
+    def ending_with(self, role: str, column: str) -> np.ndarray:
+        """Return True, bool [N], for rows whose last message in a column of chats is of ``role``."""
+        found = [np.zeros(0, dtype=bool)]
         for chats in self.table.column(column).chunks:
             if not _are_chats(chats.type):
-                return 0
+                return np.zeros(len(self), dtype=bool)
             lengths = (
                 pc.call_function("list_value_length", [chats]).fill_null(0).to_numpy(zero_copy_only=False)
             )
             # the place of each chat's last message among the messages of all
             last = np.cumsum(lengths)[lengths > 0] - 1
             roles = _field(chats.flatten(), "role").take(pa.array(last))
-            total += roles.to_pylist().count(role)
-        return total
+            found.append(np.zeros(len(chats), dtype=bool))
+            found[-1][lengths > 0] = [name == role for name in roles.to_pylist()]
+        return np.concatenate(found)
+
+    def without(self, pattern: str, column: str, rows_N: np.ndarray) -> PromptTable:
+        """Return the table without the first match of ``pattern`` in each text of a column, in ``rows_N``."""
+        if not self.has_texts(column):
+            return self
+        texts = self.table.column(column)
+        texts = texts.cast(pa.large_string()) if pa.types.is_dictionary(texts.type) else texts
+        options = pc.ReplaceSubstringOptions(pattern, "", max_replacements=1)
+        shorter = pc.call_function("replace_substring_regex", [texts], options)
+        found = pc.call_function("if_else", [pa.array(rows_N), shorter, texts])
+        place = self.table.column_names.index(column)
+        return replace(self, table=self.table.set_column(place, column, found))
 
     def values(self, column: str, start: int, stop: int) -> list[Any]:
         """Return rows ``start`` to ``stop`` of a column as plain Python values."""
@@ -473,7 +486,8 @@ def _are_in_answers(table: pa.Table, keys: Mapping[str, str]) -> bool:
     if len(kinds) < 2 or not all(map(_are_chats, kinds)):
         return False
     lengths = pc.call_function("list_value_length", [table.column(names[0])]).fill_null(0).to_numpy()
-    return int(lengths.max()) > 1  # an answer alone has no prompt
+    # an answer alone has no prompt; a schema without rows does not say
+    return len(table) == 0 or int(lengths.max()) > 1
 
 
 def _are_chats(kind: pa.DataType) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from strop.data.pictures.read import storable
+from strop.data.pictures.read import COLUMNS, storable
 from strop.errors import DataError, raised_as
 
 CHUNK_ROWS = 50_000
@@ -182,7 +182,7 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
             def stored() -> Iterator[Located]:
                 return ((place, storable(record, f"{name}, {place}", texts)) for place, record in records())
 
-            mixed, as_json = _mixed(name, stored())
+            mixed, as_json = _mixed(name, stored(), {*wanted, *COLUMNS, "data_source"})
             answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))
             try:
                 return _joined(_tables(name, stored(), _tree(mixed, wanted, as_json), answers))
@@ -242,6 +242,8 @@ def _tables(
             for column in columns:
                 made[column] = pa.array([row.get(column) for row in rows])
                 kind = made[column].type
+                if tree.get(column, {}) is None:
+                    made[exact_name(column)] = made[column]
                 if "binary" in str(kind) and any(_are_bytes(row.get(column), kind) for row in rows):
                     raise pa.ArrowInvalid(f"the column {column} has bytes and texts")
                 if pa.types.is_nested(kind):
@@ -290,10 +292,12 @@ def _is_missing(value: Any) -> bool:
         return False
 
 
-def _mixed(name: str, records: Iterable[Located]) -> tuple[list[Place], list[Place]]:
+def _mixed(
+    name: str, records: Iterable[Located], by_type: Collection[str]
+) -> tuple[list[Place], list[Place]]:
     """Return the paths of values of several types that can all be text, and those that can only be JSON.
 
-    Raises ``DataError`` for columns of the latter.
+    Raises ``DataError`` for one of the latter in ``by_type``, columns whose type says what they are.
     """
     kinds: dict[tuple[Any, ...], dict[str, str]] = {}
 
@@ -322,7 +326,7 @@ def _mixed(name: str, records: Iterable[Located]) -> tuple[list[Place], list[Pla
     mixed = {path: found for path, found in kinds.items() if len(found) > 1 or "large number" in found}
     as_json = [path for path, found in mixed.items() if {"object", "list"} & found.keys()]
     for path in as_json:
-        if len(path) == 1:
+        if len(path) == 1 and path[0] in by_type:
             found = mixed[path]
             words = ", ".join(f"{kind} in {place}" for kind, place in found.items())
             raise DataError(f"{name}, field {path[0]}: the values are of several types: {words}")

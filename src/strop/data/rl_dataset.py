@@ -327,7 +327,7 @@ def prompts_in_words(
     table: PromptTable, prompt_key: str, tokenizer: PreTrainedTokenizerBase, how: PromptFormat
 ) -> str:
     """Return one line on the treatment of prompts, raising as ``PromptFormat.in_words``."""
-    n_continued = table.ending_with("assistant", prompt_key)
+    n_continued = int(table.ending_with("assistant", prompt_key).sum())
     n_with_tools = len(table) - table.tools(0, len(table)).count(None)
     is_text = table.has_texts(prompt_key)
     return how.in_words(tokenizer, is_text=is_text, n_continued=n_continued, n_with_tools=n_with_tools)

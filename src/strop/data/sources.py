@@ -101,14 +101,14 @@ def _typed_table(source: Source, texts: Collection[str], cache_dir: str | Path |
             return records_table(name, lambda: json_records(name, found), texts)
 
 
-_JSON = "extension<arrow.json>"
+JSON = "extension<arrow.json>"
 """The type of JSON texts, in which the package datasets stores values of several types."""
 
 
 def _with_json_read(name: str, table: pa.Table, texts: Collection[str]) -> pa.Table:
     """Return ``table`` with the values of its JSON texts, as from a file of records."""
     for number, field in enumerate(table.schema if len(table) else ()):
-        if _JSON not in str(field.type):
+        if JSON not in str(field.type):
             continue
         with raised_as(DataError, f"{name}, field {field.name}: not JSON", ValueError, RecursionError):
             rows = to_rows(table.select([number]))
@@ -123,7 +123,7 @@ def _with_json_read(name: str, table: pa.Table, texts: Collection[str]) -> pa.Ta
 def _json_read(value: Any, kind: pa.DataType) -> Any:
     if value is None:
         return None
-    if str(kind) == _JSON:
+    if str(kind) == JSON:
         return json.loads(value)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return [_json_read(item, kind.value_type) for item in value]
@@ -166,7 +166,7 @@ def iterate(name: str, texts: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     if isinstance(found, Path) and found.is_file():
         yield from read_records(found, texts)
         return
-    table = read_table(name)
+    table = read_table(name, texts=texts)
     for start in range(0, len(table), CHUNK_ROWS):
         yield from to_rows(table.slice(start, CHUNK_ROWS))
 
