@@ -151,12 +151,12 @@ _WAITING = (
     "tests/e2e/test_turn_runs.py",
     "tests/e2e/test_serve.py",
     "tests/trainer/test_lost_folder.py",
-    "tests/e2e/test_ray",
     "tests/benchmarks/test_gpu.py",
     "tests/models/test_deferred.py",
     "tests/data/test_data_download_processes.py",
     "tests/data/test_data_hub.py",
     "tests/data/test_template_check.py",
+    *_RAY_CLUSTERS,
     *_RAY_RUNS,
 )
 _VLLM = (

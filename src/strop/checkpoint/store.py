@@ -260,8 +260,8 @@ class Checkpoints:
     ) -> Path:
         """Write ``global_step_<step>``; with ``background`` it appears after ``finish`` or a later ``poll``.
 
-        One that is saved ``by_time`` is uploaded only if the run is ``stopping``: copies are for the loss of
-        this machine.
+        One that is saved ``by_time`` is uploaded if the run is ``stopping``, or saves no others: copies are
+        for the loss of this machine.
 
         ``later`` gets the folder, and returns a part of the checkpoint that is complete only later, with the
         methods ``save_is_done()`` and ``finish_save()``, or None. With such a part the checkpoint appears as
