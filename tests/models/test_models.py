@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm, defer_scorer
+from strop.models.folder import end_token_ids, generation_config_of
 from strop.models.loader import (
-    end_token_ids,
     hidden_token_ids,
     load_causal_lm,
     load_scorer,
@@ -156,7 +156,27 @@ def test_a_custom_tokenizer_is_loaded_unchanged(tmp_path):
 def test_every_declared_end_token_counts(folder):
     model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
     model.generation_config.eos_token_id = [1, 7]
-    assert end_token_ids(model, tokenizer) == [1, 7]
+    assert end_token_ids(model.generation_config, tokenizer) == [1, 7]
+
+
+@pytest.mark.parametrize(
+    ("written", "override", "expected"), [(7, {}, 7), (7, {"eos_token_id": [5, 6]}, [5, 6]), (None, {}, None)]
+)
+def test_end_tokens_of_a_configuration_are_those_of_the_model_however_it_is_loaded(
+    tmp_path, written, override, expected
+):
+    """Also where it names none: Llama's class would add 2, which may be any character of a vocabulary."""
+    families.model("Llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": written}
+    config = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for model in (
+        load_causal_lm(tmp_path, override_config=override),
+        defer_causal_lm(tmp_path, override_config=override)[0],
+    ):
+        assert model.generation_config.eos_token_id == expected
+    assert generation_config_of(tmp_path, override).eos_token_id == expected
 
 
 def test_special_tokens_and_ids_without_a_token_are_hidden_by_decoding(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from strop.config.trees import SFT
 from strop.controller.pools import Role
 from strop.errors import ModelError, StropError
 from strop.models.loader import load_model_config
-from strop.trainer.build import build_trainer
+from strop.trainer.build import build_trainer, end_ids
 from strop.trainer.supervised import SftTrainer, build
 from strop.workers.reward_model import RewardModelWorker
 
@@ -234,3 +235,29 @@ def test_a_file_of_settings_that_is_damaged(inputs, refusal, tmp_path, file, con
     said = refusal(f"actor_rollout_ref.model.path={tmp_path / 'model'}")
     what = "no tokenizer can be loaded from" if file.startswith("tokenizer") else f"{file} cannot be read"
     assert mentions(said, "ModelError", what, str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "override", "expected"),
+    [
+        ({"text_config": {"eos_token_id": [5, 6]}}, None, {}, [1, 5, 6]),  # as families with pictures have it
+        ({"eos_token_id": 5}, None, {"eos_token_id": [6, 7]}, [1, 6, 7]),
+        ({"eos_token_id": 5}, {"eos_token_id": 6}, {"eos_token_id": 7}, [1, 6]),
+        (None, None, {}, [1]),
+    ],
+)
+def test_the_end_tokens_of_a_model_that_is_not_loaded(tmp_path, config, generation, override, expected):
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    model = SimpleNamespace(path=str(tmp_path), override_config=override)
+    assert end_ids(model, SimpleNamespace(eos_token_id=1), None) == expected
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_tokens_in_a_damaged_file(tmp_path, file):
+    """An error of strop's: a run with an environment reports it with those of the other checks."""
+    (tmp_path / file).write_text('{"eos_token_id": [1,')
+    model = SimpleNamespace(path=str(tmp_path), override_config={})
+    with pytest.raises(ModelError, match=naming(tmp_path, "generation", "cannot be read")):
+        end_ids(model, SimpleNamespace(eos_token_id=1), None)

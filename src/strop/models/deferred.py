@@ -20,15 +20,12 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import (
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from strop.errors import ModelError, StropError, raised_as
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.loader import (
+    completed,
     fresh_head,
     load_causal_lm,
     load_failure,
@@ -36,8 +33,6 @@ from strop.models.loader import (
     model_arguments,
     model_class,
     persistent_buffers,
-    remember_source,
-    without_jitter,
 )
 
 
@@ -147,10 +142,7 @@ def _without_weights(path: str | Path, **options: Any) -> PreTrainedModel:
         raise
     except Exception as error:  # the family's code may raise anything
         raise ModelError(f"cannot build the model of {path}: {load_failure(error)}") from error
-    remember_source(model, path, trust_remote_code=arguments["trust_remote_code"])
-    if (Path(path) / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return without_jitter(model, options.get("override_config")).eval()  # as from_pretrained does
+    return completed(model, path, **options).eval()  # as from_pretrained does
 
 
 _building = threading.local()

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -170,19 +171,37 @@ def load_model_config(
     return config
 
 
+def generation_config_of(
+    folder: Path, override_config: Mapping[str, Any] | None = None
+) -> GenerationConfig | None:
+    """Return the generation configuration of a model's folder; None for a GGUF file.
+
+    Without ``generation_config.json`` it is made from ``config.json``, to which ``override_config`` applies.
+    Raises ``ModelError`` if it cannot be read.
+    """
+    file = folder / "config.json"
+    with raised_as(ModelError, f"model {folder}: its generation configuration cannot be read"):
+        if (written := _generation_of(folder)) is not None:
+            return GenerationConfig.from_dict(written)
+        if not file.is_file():
+            return None
+        # as from_pretrained does: the end tokens of text_config count where the whole names none
+        return GenerationConfig.from_model_config(json.loads(file.read_bytes()) | {**(override_config or {})})
+
+
+def end_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that ends a response: the tokenizer's and those of the generation configuration."""
+    declared = generation.eos_token_id if generation is not None else None
+    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
+    return sorted(token_id for token_id in ids if token_id is not None)
+
+
 def generation_problem(folder: Path) -> str:
     """Return why transformers refuses to save the generation configuration of a model's folder; else ""."""
-    from transformers import GenerationConfig
-
     try:
-        if (written := _generation_of(folder)) is not None:
-            found = GenerationConfig.from_dict(written)
-        elif (folder / "config.json").is_file():
-            found = GenerationConfig.from_model_config(json.loads((folder / "config.json").read_bytes()))
-        else:
-            return ""
-        found.validate(strict=True)
-    except ModelError:  # reading the model's configuration reports it
+        if (found := generation_config_of(folder)) is not None:
+            found.validate(strict=True)
+    except ModelError:  # loading the model reports it
         return ""
     except ValueError as error:
         text = " ".join(str(error).split())

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from strop.errors import ModelError, StropError
-from strop.models.folder import attention_for, load_model_config, locate, read_config
+from strop.models.folder import attention_for, generation_config_of, load_model_config, locate, read_config
 from strop.models.folder import load_tokenizer as load_tokenizer  # for programs
 from strop.models.heads import policy_class, reason_unsupported, scorer_config
 from strop.models.source import Source
@@ -46,12 +46,6 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def remember_source(model: PreTrainedModel, path: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Keep what the folder of a model says, for exports."""
-    held: Any = model
-    held.strop_source = Source.read(Path(path), read_config(path, trust_remote_code))
-
-
 def model_arguments(
     path: str | Path,
     *,
@@ -70,6 +64,24 @@ def model_arguments(
     implementation = attention_for(config, attn_implementation)
     attention = {} if implementation is None else {"attn_implementation": implementation}
     return {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code, **attention}
+
+
+def completed(
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **others: Any,
+) -> PreTrainedModel:
+    """Give a model its source, for exports, and its generation configuration; see ``without_jitter``."""
+    del others
+    held: Any = model
+    held.strop_source = Source.read(Path(path), read_config(path, trust_remote_code))
+    # from_pretrained makes it without override_config, and from_config with defaults of the family
+    if model.can_generate() and (generation := generation_config_of(Path(path), override_config)) is not None:
+        model.generation_config = generation
+    return without_jitter(model, override_config)
 
 
 def without_jitter(model: PreTrainedModel, override_config: Mapping[str, Any] | None) -> PreTrainedModel:
@@ -115,14 +127,13 @@ def _load(path: str | Path, **options: Any) -> tuple[Any, set[str]]:
         raise
     except Exception as error:  # the family's code may raise anything, for example for a missing key
         raise ModelError(f"cannot load a model from {path}: {load_failure(error)}") from error
-    remember_source(model, path, trust_remote_code=arguments["trust_remote_code"])
     if quantizer := getattr(model, "hf_quantizer", None):
         if not all(weight.is_floating_point() for weight in model.parameters()):
             raise ModelError(
                 f"model {path}: its weights are quantized, and quantized weights cannot be trained"
             )
         quantizer.remove_quantization_config(model)  # an unpacked GGUF file is an ordinary model
-    return without_jitter(model, options.get("override_config")), set(loading["missing_keys"])
+    return completed(model, path, **options), set(loading["missing_keys"])
 
 
 def load_failure(error: Exception) -> str:
@@ -177,13 +188,6 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Return the buffers that are saved with a model; every rank holds them whole."""
     saved = module.state_dict().keys()
     return ((name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved)
-
-
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a response: the tokenizer's and those of the generation configuration."""
-    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
-    return sorted(token_id for token_id in ids if token_id is not None)
 
 
 def hidden_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
@@ -52,6 +51,8 @@ from strop.errors import Attempts, ConfigError, ModelError, RewardError
 from strop.manifest import covering, remedy_of, require_unchanged
 from strop.models.folder import (
     attention_for,
+    end_token_ids,
+    generation_config_of,
     generation_problem,
     import_external_lib,
     load_model_config,
@@ -416,15 +417,12 @@ def chat_format(config: Config, tokenizer: Any) -> ChatFormat:
 
 
 def end_ids(model: ModelConfig, tokenizer: Any, cache_dir: Any) -> list[int]:
-    """Return the token ids that end a response, as ``end_token_ids`` does, without loading the model."""
+    """Return the token ids that end a response of the model, without loading it.
+
+    Raises ``ModelError`` if its generation configuration cannot be read.
+    """
     folder = local_tokenizer(model.path, cache_dir)
-    ends: Any = None
-    for name in ("generation_config.json", "config.json"):  # transformers makes the first from the second
-        if (folder / name).is_file():
-            ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
-            break
-    ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    return sorted(ids)
+    return end_token_ids(generation_config_of(folder, model.override_config), tokenizer)
 
 
 def worker_group_class(config: RootConfig) -> type:

@@ -26,9 +26,10 @@ from transformers import PreTrainedModel
 from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
 from strop.errors import ModelError
 from strop.models.attention import leave_out_cudnn, portable_attention
+from strop.models.folder import end_token_ids
 from strop.models.heads import model_errors
 from strop.models.inputs import Reader
-from strop.models.loader import end_token_ids, hidden_token_ids
+from strop.models.loader import hidden_token_ids
 from strop.models.passes.low_precision import low_precision
 from strop.models.vision import PictureReader, reader_of
 from strop.protocol import DataProto, sequence_columns
@@ -227,7 +228,7 @@ def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]
     from strop.rollout.episodes import Episodes  # need pydantic, which the engine does not
     from strop.rollout.hf.kind import samples_at_once
 
-    end_ids = end_token_ids(model, spec.tokenizer)
+    end_ids = end_token_ids(model.generation_config, spec.tokenizer)
     return {
         "reader": reader_of(model, spec.image_processor),
         "episodes": Episodes.of(spec, end_ids),

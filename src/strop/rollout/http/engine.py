@@ -20,7 +20,8 @@ from torch import Tensor
 
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm
-from strop.models.loader import dtype_named, end_token_ids, hidden_token_ids
+from strop.models.folder import end_token_ids
+from strop.models.loader import dtype_named, hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, Samples
 from strop.rollout.episodes import Episodes
@@ -84,7 +85,8 @@ class HTTPRollout(QueuedRollout):
         config: Any = spec.config
         rollout, settings = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.http
         model, _ = defer_causal_lm(**spec.model)
-        end_ids, dtype = end_token_ids(model, spec.tokenizer), dtype_named(KIND.dtype(config), spec.device)
+        end_ids = end_token_ids(model.generation_config, spec.tokenizer)
+        dtype = dtype_named(KIND.dtype(config), spec.device)
         weights = None if settings.keep_weights else CheckpointWeights(model)
         own, token = [], token_of(settings)
         if not settings.urls:

@@ -43,7 +43,8 @@ from strop.data.pictures.expand import PromptPictures
 from strop.data.pictures.parts import digests_of
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.deferred import defer_causal_lm
-from strop.models.loader import end_token_ids, hidden_token_ids
+from strop.models.folder import end_token_ids
+from strop.models.loader import hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import (
     PROMPT_COLUMNS,
@@ -155,7 +156,7 @@ class VLLMRollout(QueuedRollout):
     def build(cls, spec: RolloutSpec) -> VLLMRollout:
         """See ``RolloutEngine.build``; the weights come with the first update."""
         model, _ = defer_causal_lm(**spec.model)
-        end_ids = end_token_ids(model, spec.tokenizer)
+        end_ids = end_token_ids(model.generation_config, spec.tokenizer)
         return cls(
             model,
             engine_arguments(spec, model.config),
