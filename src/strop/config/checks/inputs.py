@@ -30,7 +30,7 @@ from strop.config.paths import (
     similar_path,
     with_split,
 )
-from strop.config.roles import model_paths, supervised_model_paths
+from strop.config.roles import model_paths, supervised_model_paths, tokenizer_paths
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.trainer import KEPT_BY_TIME
@@ -158,12 +158,13 @@ def reward_file(config: Config) -> Iterator[Finding]:
 
 def tokenizers(config: RootConfig) -> Iterator[Finding]:
     """Require the folders of separate tokenizers."""
-    paths = {"data.tokenizer": config.data.tokenizer}
-    if isinstance(config, Config) and config.reward_model.enable:
-        paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
+    paths, known = {"data.tokenizer": config.data.tokenizer or ""}, {""}
+    if isinstance(config, Config):
+        paths, known = tokenizer_paths(config), {*model_paths(config).values()}
     for key, path in paths.items():
-        if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
+        if not (path in known or is_url(path) or Path(expand(path)).exists() or may_be_a_hub_name(path)):
             yield error(f"{key}={path}: no such folder{similar_path(path)}")
+        known.add(path)  # the critic's may be that of the policy
 
 
 def context_windows(config: Config) -> Iterator[Finding]:
