@@ -211,6 +211,14 @@ def test_a_cached_model_has_its_weights_in_one_format_and_a_tokenizer_needs_none
             local_model(NAME, tmp_path / "strop")
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": None}, {"weight_map": {}}])
+def test_a_cached_index_that_names_no_file_is_none(cache, tmp_path, monkeypatch, index):
+    monkeypatch.setitem(FILES, "model.safetensors.index.json", json.dumps(index).encode())
+    cache("config.json", "model.safetensors.index.json", *SHARDS)
+    with pytest.raises(ModelError, match=naming(NAME, "found config.json", SHARDS[0], "expected")):
+        local_model(NAME, tmp_path / "strop")
+
+
 def test_a_hub_that_does_not_answer_is_named_with_the_folder_that_may_be_meant(tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -82,6 +82,19 @@ def test_an_index_names_no_file_outside_its_folder(tmp_path, index, load):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": null}', '{"weight_map": [1]}', "[" * 3000 + "]" * 3000]
+)
+def test_an_index_that_is_damaged_is_an_error_where_the_weights_are_read(tmp_path, content):
+    folder = tiny_model.save(tmp_path, hidden=32)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(content)
+    _, source = defer_causal_lm(folder)  # the index is not needed to build the model
+    assert not source.readable
+    with pytest.raises(ModelError, match=naming(folder)):
+        next(source.stream())
+
+
 def test_a_deferred_model_has_the_buffers_of_the_file(tmp_path, monkeypatch):
     build = Qwen2Model.__init__
 

@@ -18,7 +18,15 @@ from safetensors.torch import save_file
 
 from strop.checkpoint.folder import has_weights, require_own_files, source_in, verify
 from strop.checkpoint.remote import download, read_manifest
-from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
+from strop.config.paths import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MERGED_CONFIG,
+    SAFETENSORS_INDEX,
+    expand,
+    is_adapter,
+    is_url,
+)
 from strop.data.hub import local_model
 from strop.engines.torch.export import export_from_shards, write_model
 from strop.errors import CheckpointError, ConfigError, raised_as
@@ -171,7 +179,7 @@ def _convert(folder: Path, dtype: str) -> None:
         }
         save_file(converted, path, metadata=metadata)
         total_size += sum(tensor.nbytes for tensor in converted.values())
-    index = folder / "model.safetensors.index.json"
+    index = folder / SAFETENSORS_INDEX
     if index.is_file():
         content = json.loads(index.read_text())
         content["metadata"]["total_size"] = total_size

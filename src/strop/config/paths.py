@@ -69,8 +69,13 @@ def safetensors_files(folder: Path) -> list[Path]:
     """
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
-    named = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
-    return [folder / name for name in sorted({*map(str, named.values())})] if isinstance(named, dict) else []
+    return [folder / name for name in sorted({*weight_map(folder / SAFETENSORS_INDEX).values()})]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index of a model's shards; none if it cannot be read."""
+    found = read_json(index).get("weight_map")
+    return {key: str(file) for key, file in found.items()} if isinstance(found, dict) else {}
 
 
 def gguf_files(path: Path) -> list[Path]:

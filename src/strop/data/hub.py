@@ -8,7 +8,6 @@ load the same version.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Iterable
@@ -23,7 +22,15 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 
-from strop.config.paths import expand, is_url, may_be_a_hub_name, runs_near, similar_path
+from strop.config.paths import (
+    SAFETENSORS_INDEX,
+    expand,
+    is_url,
+    may_be_a_hub_name,
+    runs_near,
+    similar_path,
+    weight_map,
+)
 from strop.data.fetch import cache_folder, local_path
 from strop.errors import ModelError
 
@@ -34,7 +41,7 @@ _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "*.spm"
 _OTHER_FORMATS = ["original/*", "onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "runs/*"]
 # A single file, or the index of several shards, in the order in which transformers looks for them.
 _FORMATS = (
-    ("model.safetensors", "model.safetensors.index.json"),
+    ("model.safetensors", SAFETENSORS_INDEX),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 
@@ -102,7 +109,7 @@ def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path
             return folder
     except ModelError:
         raise
-    except Exception as error:  # httpx's errors, the client's, OSError for a disk, ValueError for an index
+    except Exception as error:  # httpx's errors, the client's, OSError for a disk
         raise ModelError(
             f"model {name}: not a local folder, not complete in {constants.HF_HUB_CACHE}, and cannot be "
             f"downloaded from the Hugging Face hub ({_reason(error)}). Check the name; log in for a private "
@@ -147,8 +154,8 @@ def _weight_files(name: str, folder: Path, files: set[str]) -> list[str]:
     for single, index in _FORMATS:
         if single in files:
             return [single]
-        if index in files:
-            return sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+        if index in files and (shards := weight_map(folder / index)):
+            return sorted({*shards.values()})
     gguf = [file for file in files if file.endswith(".gguf") and "/" not in file]
     if len(gguf) == 1:
         return gguf

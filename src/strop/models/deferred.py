@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PretrainedConfig, PreTrainedModel
 
+from strop.config.paths import SAFETENSORS_INDEX, weight_map
 from strop.errors import ModelError, StropError, raised_as
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.loader import (
@@ -231,13 +232,13 @@ def _find(
 
 def _keys(path: Path) -> dict[str, Path]:
     """Return key -> file over the folder's safetensors files."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if not single.is_file():  # transformers' choice where there are both
+        return {key: path / file for key, file in weight_map(path / SAFETENSORS_INDEX).items()}
     try:
-        if not single.is_file() and index.is_file():  # transformers' choice where there are both
-            return {key: path / file for key, file in json.loads(index.read_text())["weight_map"].items()}
         with safe_open(single, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), single)
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, SafetensorError):
         return {}  # loading by transformers reports what is wrong
 
 

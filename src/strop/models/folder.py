@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from strop.config.paths import gguf_files, reason_no_model
+from strop.config.paths import gguf_files, reason_no_model, weight_map
 from strop.errors import ConfigError, MissingExtraError, ModelError, did_you_mean, raised_as
 from strop.files import read_json
 from strop.manifest import require_below
@@ -32,13 +32,6 @@ def import_external_lib(names: str | list[str] | None) -> None:
     for name in [names] if isinstance(names, str) else names or []:
         with raised_as(ModelError, f"model.external_lib: cannot import {name!r}", ImportError):
             importlib.import_module(name)
-
-
-def _files_of(index: Path) -> set[str]:
-    try:
-        return {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return set()  # loading reports what is wrong
 
 
 def locate(path: str | Path) -> dict[str, Any]:
@@ -52,7 +45,7 @@ def locate(path: str | Path) -> dict[str, Any]:
         raise ModelError(reason)
     if (path / "config.json").is_file():
         for index in path.glob("*.index.json"):  # transformers joins what any of them names
-            for file in _files_of(index):
+            for file in {*weight_map(index).values()}:
                 require_below(file, str(index), ModelError)
         return {"pretrained_model_name_or_path": str(path)}
     (file,) = gguf_files(path)

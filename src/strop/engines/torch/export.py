@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop import ranks
+from strop.config.paths import SAFETENSORS_INDEX
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError, ModelError, raised_as
@@ -72,7 +73,7 @@ def write_weights(
             weight_map.update(dict.fromkeys(content, file))
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_folder(
