@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -290,6 +291,44 @@ def test_an_upload_that_fails_for_good_is_logged_at_once_and_raised_at_the_end(
     assert mentions(caplog.text, "global_step_3")
     verify(folder)
     assert RemoteCheckpoints(REMOTE).latest() == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError("Access Denied"), FileNotFoundError("NoSuchBucket"), OSError(errno.ENOSPC, "No space")],
+)
+def test_an_upload_that_no_retry_helps_is_tried_once(memory_fs, tmp_path, monkeypatch, caplog, error):
+    tried = []
+
+    def put_file(self, *args, **kwargs):
+        tried.append(args)
+        raise error
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
+    upload = uploader(retries=3)
+    upload.submit(3, folder)
+    with pytest.raises(CheckpointError, match=naming("global_step_3", type(error).__name__)):
+        upload.close()
+    assert (len(tried), len(caplog.records)) == (1, 1)
+
+
+def test_an_upload_with_a_file_that_arrives_short_is_retried(memory_fs, tmp_path, monkeypatch, caplog):
+    original, cut = MemoryFileSystem.put_file, []
+
+    def put_file(self, lpath, rpath, **kwargs):
+        original(self, lpath, rpath, **kwargs)
+        if rpath.endswith("actor/state") and not cut:
+            cut.append(rpath)
+            self.pipe_file(rpath, b"")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
+    upload = uploader(retries=1)
+    upload.submit(3, folder)
+    upload.close()
+    assert mentions(caplog.text, "CheckpointError", "actor/state")
+    assert RemoteCheckpoints(REMOTE).is_whole(3)
 
 
 def test_a_queued_upload_is_cancelled_when_its_checkpoint_is_pruned(memory_fs, tmp_path, monkeypatch):

@@ -8,11 +8,12 @@ off or names a checkpoint that is not whole, the newest whole checkpoint is used
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _RETRY_AFTER_S = (5.0, 20.0, 60.0)
+_FINAL = (FileNotFoundError, PermissionError)
+"""Errors of wrong names and credentials, which no retry corrects."""
 
 
 class RemoteCheckpoints:
@@ -172,19 +175,29 @@ def read_manifest(url: str) -> Manifest:
     return found
 
 
-def _retried(what: str, attempt: Callable[[], Result]) -> Result:
-    """Return the result of ``attempt``; it is repeated as an upload is, if a retry may help."""
-    for pause_s in _RETRY_AFTER_S:
+def _retried(
+    what: str,
+    attempt: Callable[[], Result],
+    *,
+    pauses: Iterable[float] | None = None,
+    wait: Callable[[float], Any] = time.sleep,
+    final: tuple[type[Exception], ...] = (StropError, *_FINAL),
+) -> Result:
+    """Return the result of ``attempt``, which is repeated after each of ``pauses``, if that may help.
+
+    Errors of the types ``final``, and that of a full disk here, are raised at once, others at the end.
+    """
+    left = iter(_RETRY_AFTER_S if pauses is None else pauses)
+    while True:
         try:
             return attempt()
-        except (StropError, FileNotFoundError, PermissionError):
+        except final:
             raise
         except Exception as error:
-            if write_failure(error) != " ".join(str(error).split()):
-                raise  # the disk here is full
+            if write_failure(error) != " ".join(str(error).split()) or (pause_s := next(left, None)) is None:
+                raise
             logger.warning("%s failed (%s); retry in %g s", what, in_one_line(error), pause_s)
-            time.sleep(pause_s)
-    return attempt()
+            wait(pause_s)
 
 
 def _manifest(fs: Any, folder: str) -> Manifest | None:
@@ -261,8 +274,8 @@ class _Upload:
 class Uploader:
     """Upload whole local checkpoints one after another in a background thread.
 
-    Each is tried ``1 + len(retry_after_s)`` times. A failure is logged as a warning at once and raised by
-    ``close``.
+    Each is tried ``1 + len(retry_after_s)`` times where a retry may help. A failure is logged as a warning at
+    once and raised by ``close``.
     """
 
     def __init__(
@@ -350,24 +363,20 @@ class Uploader:
                     self._changed.notify_all()
 
     def _upload(self, upload: _Upload) -> None:
-        for attempt, pause_s in enumerate((*self._retry_after_s, None)):
-            try:
-                if upload.only_if_missing and self.remote.is_whole(upload.step):
-                    return
-                self.remote.upload(upload.checkpoint, resume=attempt > 0, is_latest=upload.is_latest)
-                # A checkpoint that a resume found missing is not new, so it makes no older one superfluous.
-                if self._max_to_keep is not None and not upload.only_if_missing:
-                    self.remote.prune(self._max_to_keep, newest=upload.step)
+        attempts = itertools.count()
+
+        def copy() -> None:
+            if upload.only_if_missing and self.remote.is_whole(upload.step):
                 return
-            except Exception as error:  # noqa: BLE001 - back-ends raise their own types
-                reason, where = f"{type(error).__name__}: {error}", self.remote.url
-                if pause_s is None or self._closed.is_set():
-                    self._failures[upload.checkpoint] = reason
-                    logger.warning(
-                        "%s was not uploaded to %s (%s); the local checkpoint is whole",
-                        *(upload.checkpoint, where, reason),
-                    )
-                    return
-                name = upload.checkpoint.name
-                logger.warning("upload of %s to %s failed (%s); retry in %g s", name, where, reason, pause_s)
-                self._closed.wait(pause_s)
+            self.remote.upload(upload.checkpoint, resume=next(attempts) > 0, is_latest=upload.is_latest)
+            # A checkpoint that a resume found missing is not new, so it makes no older one superfluous.
+            if self._max_to_keep is not None and not upload.only_if_missing:
+                self.remote.prune(self._max_to_keep, newest=upload.step)
+
+        what = f"the upload of {upload.checkpoint.name} to {self.remote.url}"
+        pauses = itertools.takewhile(lambda _: not self._closed.is_set(), self._retry_after_s)
+        try:  # a CheckpointError is not final: a file that arrived short is worth a retry
+            _retried(what, copy, pauses=pauses, wait=self._closed.wait, final=_FINAL)
+        except Exception as error:  # noqa: BLE001 - back-ends raise their own types
+            self._failures[upload.checkpoint] = reason = in_one_line(error)
+            logger.warning("%s failed (%s); %s is whole", what, reason, upload.checkpoint)
