@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import logging
@@ -23,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from small_disk import no_room
 from transformers import AutoModelForCausalLM
 
 import strop
@@ -287,6 +289,21 @@ def test_a_model_object_is_saved_once_and_identifies_the_run(model, tmp_path):
         strop.train(loaded, ROWS, len)
     with pytest.raises(ConfigError, match=naming("model:", "tokenizer=")):
         strop.train("m", ROWS, len, tokenizer=tokenizer)
+
+
+def test_a_model_object_that_cannot_be_saved_leaves_no_part_of_it(model, tmp_path, monkeypatch):
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), load_tokenizer(model)
+    monkeypatch.setattr("strop.trainer.run_folder._LOCK_WAIT_S", 0.0)
+    saved = tmp_path / "run" / "model"
+    saved.mkdir(parents=True)
+    with (tmp_path / "run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=naming(tmp_path / "run", "another run")):
+            train(loaded, tmp_path / "run", len, tokenizer=tokenizer)
+    monkeypatch.setattr(tokenizer, "save_pretrained", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        train(loaded, tmp_path / "run", len, tokenizer=tokenizer)
+    assert list(saved.iterdir()) == []
 
 
 def test_metrics_are_columns_and_rows_with_and_without_pandas(tmp_path, monkeypatch):

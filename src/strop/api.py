@@ -8,7 +8,6 @@ called.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -277,18 +276,21 @@ class _Given:
             )
         from strop.data.tokenize import tokenizer_fingerprint
         from strop.engines.base import weights_hash
+        from strop.files import atomic_folder
         from strop.models.source import save_model
+        from strop.trainer.run_folder import run_lock
 
         weights, settings = weights_hash(model.named_parameters()), model.config.to_json_string()
         text = f"{weights} {settings} {tokenizer_fingerprint(tokenizer)}"
         self.set(f"{key}.path", f"{type(model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
         folder = self.load().trainer.default_local_dir  # which may be named after the model
         path = Path(folder, "model", self.values[f"{key}.path"]).expanduser().absolute()
-        if not path.exists():
-            building = path.with_name(f".{path.name}-{os.getpid()}")  # a kill leaves no half model
-            save_model(model, building)
-            tokenizer.save_pretrained(building)
-            building.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with run_lock(path.parent.parent):
+            if not path.exists():
+                with atomic_folder(path) as building:
+                    save_model(model, building)
+                    tokenizer.save_pretrained(building)
         self.set(f"{key}.path", path)
         self.overrides.append({"trainer.default_local_dir": folder})
 

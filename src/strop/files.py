@@ -1,9 +1,10 @@
-"""Files that are whole or absent: written next to their place and moved there by one rename; and JSON."""
+"""Files and folders that are whole or absent: written next to their place, renamed at the end; and JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import uuid
 from collections.abc import Generator
@@ -38,6 +39,23 @@ def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Generator[Path]:
+    """Yield an empty folder next to ``path``, and rename it to ``path`` at the end.
+
+    After an exception it is removed; one that a killed process has left is removed first, so the caller holds
+    a lock. Nothing is forced to disk.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:

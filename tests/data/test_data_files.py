@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from strop.data.fetch import local_path
 from strop.data.sources import read_table
 from strop.errors import CheckpointError, DataError
-from strop.files import atomic_path
+from strop.files import atomic_folder, atomic_path
 from strop.manifest import covering, require_unchanged
 
 from messages import naming
@@ -224,6 +224,24 @@ def test_an_atomic_write_replaces_the_whole_file_or_leaves_it(tmp_path):
         write_half(target)
     assert target.read_text() == "old"
     assert below(tmp_path) == ["file.txt", "new"]
+
+
+def fill_half(target: Path) -> None:
+    with atomic_folder(target) as building:
+        (building / "a").touch()
+        raise KeyboardInterrupt
+
+
+def test_an_atomic_folder_is_whole_or_absent(tmp_path):
+    target = tmp_path / "new" / "folder"
+    with pytest.raises(KeyboardInterrupt):
+        fill_half(target)
+    assert below(tmp_path) == ["new"]
+    (tmp_path / "new" / "folder.partial" / "left").mkdir(parents=True)  # by a killed process
+    with atomic_folder(target) as building:
+        (building / "b").touch()
+        assert not target.exists()
+    assert below(tmp_path) == ["b", "folder", "new"]
 
 
 def test_a_file_of_an_archive_is_named_as_fsspec_chains_urls(tmp_path, monkeypatch):

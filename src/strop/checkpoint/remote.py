@@ -34,6 +34,7 @@ from strop.checkpoint.folder import (
 from strop.config.paths import expand, is_url
 from strop.data.fetch import copy_files, files_below, open_filesystem
 from strop.errors import CheckpointError, StropError, in_one_line, raised_as, write_failure
+from strop.files import atomic_folder
 from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
 logger = logging.getLogger(__name__)
@@ -257,9 +258,8 @@ def _fetch_named(folder: Path, url: str) -> Path:
     name = url.rpartition("/")[2]
     if not home.exists():
         shutil.rmtree(home.parent, ignore_errors=True)  # a download that was cut off, or another checkpoint
-        building = home.with_name(f"{key}.tmp")
-        seal(building / name, download(url, building / name))
-        building.rename(home)
+        with atomic_folder(home) as building:
+            seal(building / name, download(url, building / name))
     return home / name
 
 

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from strop import manifest
 from strop.config.paths import expand, is_url
 from strop.errors import CheckpointError, DataError, StropError
+from strop.files import atomic_folder
 
 logger = logging.getLogger("strop.data")
 
@@ -94,18 +95,12 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
         with FileLock(f"{folder}.lock"):
             if not (folder.exists() and _is_unchanged(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
-                # renamed when it is complete: a folder with the final name is a whole one
-                partial = folder.with_name(f"{folder.name}.partial")
-                shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-                try:
-                    # buckets may list a folder itself, with a slash at the end
-                    names = {info["name"]: f"{name}/{path}".rstrip("/") for path, info in files.items()}
-                    copy_files(fs, names, partial, url)
+                # buckets may list a folder itself, with a slash at the end
+                names = {info["name"]: f"{name}/{path}".rstrip("/") for path, info in files.items()}
+                with atomic_folder(folder) as building:
+                    copy_files(fs, names, building, url)
                     if name != manifest.MANIFEST:  # a data file may have this name
-                        manifest.write(partial, manifest.describe(partial))
-                    partial.rename(folder)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+                        manifest.write(building, manifest.describe(building))
     return folder / name
 
 
