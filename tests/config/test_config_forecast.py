@@ -12,6 +12,8 @@ from strop.config.load import load_config
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import forecast, sample_files
 from strop.protocol import DataProto
+from strop.rollout.base import RolloutSpec
+from strop.rollout.vllm.arguments import engine_arguments, server_arguments
 from strop.tracking.samples import samples_table, write_table
 
 SHAPE = {
@@ -96,8 +98,8 @@ def test_a_folder_that_cannot_be_read_has_no_facts(tmp_path, config, weights):
     assert read_model_facts(str(tmp_path)) is None
 
 
-def forecast_of(folder, *overrides):
-    config = load_config(
+def config_of(folder, *overrides):
+    return load_config(
         [
             f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.name=hf",
             "data.train_batch_size=4",
@@ -106,6 +108,10 @@ def forecast_of(folder, *overrides):
             "actor_rollout_ref.actor.use_dynamic_bsz=False", *overrides,
         ]
     )  # fmt: skip
+
+
+def forecast_of(folder, *overrides):
+    config = config_of(folder, *overrides)
     return forecast(config, BatchPlan.from_config(config))
 
 
@@ -230,6 +236,27 @@ def test_a_small_batch_bounds_the_cache_of_vllm(model):
     validates = ("trainer.val_only=True", "data.val_batch_size=3")
     memory = forecast_of(model[0], *options, *batch, *validates)
     assert memory.resident["vLLM: KV cache, at most"] == 3 * sequence
+
+
+SEPARATE = (
+    "actor_rollout_ref.hybrid_engine=False", "trainer.resource_pools={learner: [2], sampler: [1]}",
+    "trainer.placement={Rollout: sampler}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "processes"), [((), 1), (SEPARATE, 3)], ids=["one process", "pools"])
+def test_on_a_cpu_vllm_is_given_the_cache_of_the_forecast(model, monkeypatch, options, processes):
+    """Within the limit of a control group, which the sizes of the machine do not show."""
+    limit = 300_000
+    monkeypatch.setattr("strop.config.machine.machine_memory", lambda: limit)
+    keys = ["actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", *options]
+    forecasted = forecast_of(model[0], *keys).resident["vLLM: KV cache, at most"]
+    loaded = {"path": str(model[0]), "override_config": {}, "trust_remote_code": False}
+    spec = RolloutSpec(config_of(model[0], *keys), loaded, None, model[0], torch.device("cpu"))
+    shape = LlamaConfig.from_pretrained(model[0])
+    assert engine_arguments(spec, shape)["kv_cache_memory_bytes"] == forecasted == limit // 2 // processes
+    of_four = server_arguments(spec, shape, ranks=1, engines=4)  # servers, which are in no pool
+    assert of_four["kv_cache_memory_bytes"] == limit // 2 // max(processes, 4)
 
 
 @pytest.mark.parametrize(

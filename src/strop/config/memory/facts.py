@@ -58,6 +58,11 @@ class ModelFacts:
     encoder: Encoder | None = None
     """None for a model of text alone, or sizes that config.json does not have."""
 
+    @property
+    def head_size(self) -> int:
+        """Dimension of an attention head."""
+        return self.kv_width // self.kv_heads
+
 
 def read_config_file(path: str) -> dict[str, Any]:
     """Return the content of config.json of the model in the folder `path`; none if it cannot be read."""
@@ -205,6 +210,12 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
         experts=shape.get("num_experts") or shape.get("num_local_experts") or 0,
         encoder=_encoder(config.get("vision_config") or {}),
     )
+
+
+def facts_of_loaded(config: Any, parameters: int | None = None) -> ModelFacts:
+    """Return facts from a loaded configuration of transformers, but for its encoder of pictures."""
+    shape = config.get_text_config()  # its attributes have one name in all families, unlike its keys
+    return facts_of({name: getattr(shape, name, None) for name in SHAPE_KEYS}, parameters)
 
 
 def _encoder(shape: Mapping[str, Any]) -> Encoder | None:

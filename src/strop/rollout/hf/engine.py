@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
+from strop.config.memory.facts import facts_of_loaded
 from strop.errors import ModelError
 from strop.models.attention import leave_out_cudnn, portable_attention
 from strop.models.folder import end_token_ids
@@ -235,13 +235,10 @@ def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]
         "pad_token_id": spec.tokenizer.pad_token_id,
         "eos_token_ids": end_ids,
         "hidden_token_ids": hidden_token_ids(model, spec.tokenizer),
-        "micro_batch_size": samples_at_once(spec.config, _facts_of(model)),
+        "micro_batch_size": samples_at_once(
+            spec.config, facts_of_loaded(model.config, model.num_parameters())
+        ),
     }
-
-
-def _facts_of(model: PreTrainedModel) -> ModelFacts:
-    shape = model.config.get_text_config()  # its attributes have one name in all families, unlike its keys
-    return facts_of({name: getattr(shape, name, None) for name in SHAPE_KEYS}, model.num_parameters())
 
 
 class _Row(NamedTuple):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedConfig
 
+from strop.config.memory.facts import facts_of_loaded
 from strop.models.heads import reads_pictures
 from strop.models.loader import dtype_named
 from strop.rollout.base import MANY, RolloutSpec
@@ -20,16 +18,14 @@ from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
     KIND,
     SEEN_BOTH_WAYS,
+    cache_of_rank,
     causal_over_pictures,
     enforce_eager,
     extra_sampling,
     no_attention_on_a_cpu,
-    sequences_of_engine,
     tensor_parallel_size,
 )
 
-_BLOCK = 128
-"""Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Entries of a model's configuration that say nothing of its numbers."""
 FIXED: dict[str, Any] = {
@@ -61,7 +57,6 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
     # Stop strings, bad words and grammars need vLLM's tokenizer; else it sees token ids only.
     reads_text = not extra_sampling(config).keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
     reads_text |= spec.max_pictures > 0  # vLLM finds placeholders by its tokenizer
-    dtype = dtype_named(KIND.dtype(config), spec.device)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
         "model": str(spec.model["path"]),
@@ -69,7 +64,7 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
         "tokenizer": str(spec.tokenizer_path if reads_text else spec.model["path"]),
         "skip_tokenizer_init": not reads_text,
         "trust_remote_code": spec.model["trust_remote_code"],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype_named(KIND.dtype(config), spec.device)).removeprefix("torch."),
         # dummy: start without weights, the trainer sends them. With pictures vLLM 0.32's dummy weights would
         # also overwrite the constants that normalize pixels (visual.input_norm), which are in no checkpoint.
         "load_format": "dummy"
@@ -92,26 +87,8 @@ def server_arguments(spec: RolloutSpec, model: PreTrainedConfig, ranks: int, eng
         if bounds := {name: value for name, value in bounds.items() if value is not None}:
             arguments["mm_processor_kwargs"] = bounds
     if spec.device.type != "cuda":
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, arguments, model, dtype, engines)
+        arguments["kv_cache_memory_bytes"] = cache_of_rank(config, facts_of_loaded(model), ranks, engines)
     return arguments
-
-
-def _cache_bytes(
-    config: Any, arguments: Mapping[str, Any], model: PreTrainedConfig, dtype: torch.dtype, engines: int
-) -> int:
-    """Return the size of a CPU's KV cache: all sequences in flight, whole, at most the memory share.
-
-    vLLM's default is the whole share on every rank, however small the model. The size must not depend on the
-    memory that is free at the moment: a resumed run has to form the same batches.
-    """
-    text = model.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * dtype.itemsize
-    blocks = math.ceil(arguments["max_model_len"] / _BLOCK) + 1
-    ranks = arguments["tensor_parallel_size"]
-    wanted = sequences_of_engine(config, engines) * blocks * _BLOCK * token_bytes // ranks
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, int(total * arguments["gpu_memory_utilization"] / (ranks * engines)))
 
 
 def whole_prompts(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,12 +131,6 @@ def sampling_arguments(
     }
 
 
-def head_width(model: PreTrainedConfig) -> int:
-    """Return the dimension of an attention head."""
-    text = model.get_text_config(decoder=True)
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
 def why_unsupported(model: PreTrainedConfig, device: str, *, pictures: bool = False) -> str | None:
     """Return an error for models that vLLM reports late, or computes otherwise than transformers."""
     if pictures and device == "cpu" and model.model_type in SEEN_BOTH_WAYS:
@@ -173,8 +144,9 @@ def why_unsupported(model: PreTrainedConfig, device: str, *, pictures: bool = Fa
                 f"rollout.name=vllm: vLLM computes Phi-3.5-MoE as with {_listed(computed)}, and this model "
                 f"has {_listed(other)}; set actor_rollout_ref.rollout.name=hf"
             )
-    width = head_width(model)
-    return no_attention_on_a_cpu(width) if device == "cpu" and width not in HEAD_SIZES_ON_A_CPU else None
+    if device == "cpu" and (width := facts_of_loaded(model).head_size) not in HEAD_SIZES_ON_A_CPU:
+        return no_attention_on_a_cpu(width)
+    return None
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

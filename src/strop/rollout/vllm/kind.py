@@ -27,7 +27,7 @@ HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SEEN_BOTH_WAYS = ("gemma3", "paligemma")
 """Families whose tokens of a picture attend to each other."""
 _GPU = 80 * 2**30
-_CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
+_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 _SAMPLING: dict[str, Sampling] = {
     name: item
@@ -87,8 +87,8 @@ class VLLMKind(RolloutKind):
                 "or name a model in safetensors"
             )
         facts = None if uses_gpu(config) else read_model_facts(path)
-        if facts is not None and (width := facts.kv_width // facts.kv_heads) not in HEAD_SIZES_ON_A_CPU:
-            yield error(no_attention_on_a_cpu(width))
+        if facts is not None and facts.head_size not in HEAD_SIZES_ON_A_CPU:
+            yield error(no_attention_on_a_cpu(facts.head_size))
         if rollout.max_num_batched_tokens < rollout.max_num_seqs:
             yield error(
                 f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
@@ -158,16 +158,9 @@ class VLLMKind(RolloutKind):
         """
         rollout, copy, cache = config.actor_rollout_ref.rollout, None, None
         if facts is not None:
-            size = 2 if self.dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
-            length = config.data.max_prompt_length + config.data.max_response_length
-            ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
-            placement = Placement.from_config(config)
-            engines = placement.ranks(placement.rollout_role) // ranks
-            tokens = sequences_of_engine(config, engines) * blocks * _CACHE_BLOCK
-            copy = weights(facts, size, ranks)
-            cache = tokens * cache_bytes(facts, size) // ranks
-            if memory := memory_for(config):  # vLLM takes no more, whatever is asked for
-                cache = min(cache, int(rollout.gpu_memory_utilization * memory.size / memory.processes))
+            ranks, placement = tensor_parallel_size(config), Placement.from_config(config)
+            copy = weights(facts, _number_bytes(config), ranks)
+            cache = cache_of_rank(config, facts, ranks, placement.ranks(placement.rollout_role) // ranks)
         if config.trainer.device == "cpu" or not rollout.free_cache_engine:
             return Forecast({"vLLM: weights": copy, "vLLM: KV cache, at most": cache}, {})
         return Forecast({}, {"generation: vLLM's weights, and KV cache at most": total(copy, cache)})
@@ -212,6 +205,28 @@ def _needs(config: Any, facts: ModelFacts, ranks: int) -> dict[str, int]:
         f"logits of {sequences:,} sequences": sequences * facts.vocabulary * 3 * 4,
         "the longest sequence": cache_bytes(facts, size) * length // ranks,
     }
+
+
+def _number_bytes(config: Any) -> int:
+    """Return the bytes of a number of the weights and the cache; the larger figure for ``auto``."""
+    return 2 if KIND.dtype(config) in ("bfloat16", "float16") else 4
+
+
+def cache_of_rank(config: Any, facts: ModelFacts, ranks: int, engines: int) -> int:
+    """Return the bytes of the KV cache of one of the ``ranks`` of one of ``engines``.
+
+    It holds all sequences in flight, whole, within the rank's share of the memory: of a CPU this is what
+    vLLM is given, whose default is the whole share, however small the model. The size must not depend on the
+    memory that is free at the moment: a resumed run has to form the same batches.
+    """
+    length = config.data.max_prompt_length + config.data.max_response_length
+    tokens = sequences_of_engine(config, engines) * (-(-length // _BLOCK) + 1) * _BLOCK
+    wanted = tokens * cache_bytes(facts, _number_bytes(config)) // ranks
+    if (memory := memory_for(config)) is None:
+        return wanted
+    # the servers that a run starts on a CPU are in none of its pools
+    processes = memory.processes if uses_gpu(config) else max(memory.processes, ranks * engines)
+    return min(wanted, int(config.actor_rollout_ref.rollout.gpu_memory_utilization * memory.size / processes))
 
 
 def causal_over_pictures(family: str) -> str:
