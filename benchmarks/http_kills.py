@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from strop.rewards.process_tree import descendants
+from strop.process_tree import descendants
 from strop.rollout.http.start import shared_names
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from strop.config.load import load_config
-from strop.rewards.process_tree import descendants
+from strop.process_tree import descendants
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.http.engine import HTTPRollout
 from strop.rollout.http.pool import Pool

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from machine import description
 
-from strop.rewards.process_tree import marked_processes
+from strop.process_tree import marked_processes
 from strop.rollout.http.engine import HTTPRollout
 from strop.rollout.http.pool import Pool
 from strop.rollout.http.start import OwnServer, command

@@ -36,7 +36,7 @@ from typing import NamedTuple
 from machine import description
 
 from strop.errors import RewardError
-from strop.rewards.process_tree import MARKER, descendants, marked_processes
+from strop.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import Limits, Verdict, run_assert_tests, run_stdin_tests
 from strop.rewards.sandbox.process import resident_bytes
 

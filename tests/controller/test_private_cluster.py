@@ -18,6 +18,23 @@ from strop.controller.ray import cluster
 cluster.connect(1)
 assert ray.get(ray.remote(lambda: 7).remote()) == 7
 """
+FORK_AMONG_KILLS = """
+import os, pathlib, subprocess
+from strop.controller.ray import private
+
+def fork_first(identity, number, kill=os.kill):
+    if len(started) == 1:
+        start()
+    kill(identity, number)
+
+def start():
+    started.append(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+started = []
+start()
+os.kill = fork_first
+private._Keeper(1, pathlib.Path("none"), 2)._watch()
+"""
 LOSE_THE_RAYLET = """
 import psutil
 import ray
@@ -67,6 +84,12 @@ def test_a_cluster_that_does_not_start_is_started_once_more(monkeypatch, caplog,
         cluster._start(1)
         assert connected == cluster._PRIVATE != []
     assert caplog.messages == ["warning: Ray did not start: its process raylet died; starting it once more"]
+
+
+def test_the_keeper_ends_what_is_forked_while_it_kills():
+    """It was adopted, and the keeper waited for it."""
+    done = subprocess.run([sys.executable, "-c", FORK_AMONG_KILLS], stdin=subprocess.DEVNULL, timeout=30)
+    assert done.returncode == 0
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from sandbox_attacks import (
 )
 
 from strop.errors import ConfigError, RewardError
-from strop.rewards.process_tree import MARKER, descendants, marked_processes
+from strop.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import (
     Limits,
     Verdict,

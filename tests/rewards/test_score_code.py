@@ -15,9 +15,9 @@ from rewards_support import SHARED_DATA, children
 
 from strop.errors import ConfigError
 from strop.prepare import prepare
+from strop.process_tree import descendants
 from strop.rewards.arguments import Sample
 from strop.rewards.manager import RewardManager
-from strop.rewards.process_tree import descendants
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.sandbox import Limits
 from strop.rewards.score.code import compute_score, extract_program, judge

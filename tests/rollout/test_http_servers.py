@@ -15,7 +15,7 @@ import torch
 
 from strop.config.load import load_config
 from strop.models.loader import load_causal_lm, load_tokenizer
-from strop.rewards.process_tree import descendants
+from strop.process_tree import descendants
 from strop.rollout.base import RolloutSpec, SamplingParams
 from strop.rollout.http import start
 from strop.rollout.transfer import broadcast

@@ -24,8 +24,8 @@ from typing import IO, Any
 
 from strop.environments.episode import in_one_line, plain
 from strop.errors import traceback_of
+from strop.process_tree import kill_marked
 from strop.rewards.arguments import Function
-from strop.rewards.process_tree import kill_marked
 from strop.rewards.scorer import Scorer, outcome_of
 from strop.rewards.worker.child import arriving, end_fork, send, serve_many
 

@@ -17,7 +17,6 @@
 ``verl``           names that reward managers written for verl import
 ``score``          the built-in scorers: pure functions of text
 ``sandbox``        runs untrusted programs
-``process_tree``   kills a process with everything that it started
 
 Of these, ``arguments``, ``scorer``, ``router``, ``custom`` and ``worker`` import no torch: a scoring process
 starts in a twentieth of a second.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -35,6 +34,7 @@ import ray
 
 from strop.controller.ray.ray_private import Node, RayParams, authentication, ray_constants
 from strop.errors import WorkerError
+from strop.process_tree import become_subreaper, kill_descendants
 
 _PARTS = ("gcs_server", "raylet")
 _LOST = "lost "
@@ -43,7 +43,6 @@ _INTERVAL_S = 0.2
 _START_S = 300.0
 _END_S = 3.0
 _LINES = 10
-_PR_SET_CHILD_SUBREAPER = 36
 _ENVIRONMENT = {
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -124,10 +123,8 @@ class PrivateCluster:
         try:
             self._keeper.wait(_END_S)
         except subprocess.TimeoutExpired:  # native code of Ray holds its interpreter
-            keeper = psutil.Process(self._keeper.pid)
-            for process in [*keeper.children(recursive=True), keeper]:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            kill_descendants(self._keeper.pid)
+            self._keeper.kill()
             self._keeper.wait()
 
     def _has_line(self, timeout_s: float) -> bool:
@@ -214,8 +211,7 @@ class _Keeper:
         self._node = _LeanNode.__new__(_LeanNode)
 
     def run(self) -> None:
-        # Ray's daemons, whose parents end, become children of the keeper, which can then end them
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        become_subreaper()  # of Ray's daemons, whose parents end
         threading.Thread(target=self._watch, daemon=True).start()
         # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
         parameters = RayParams(num_cpus=self._cpus, include_dashboard=False, no_monitor=True)
@@ -239,12 +235,7 @@ class _Keeper:
         if os.read(0, len(_CONNECTED)) == _CONNECTED:
             lost = None  # the driver itself detects later deaths
             os.read(0, 1)  # until the driver ends
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        with contextlib.suppress(ChildProcessError):
-            while True:  # in a container, process 1 may leave zombies
-                os.wait()
+        kill_descendants(os.getpid())
         if os.getppid() != self._driver:  # it was killed
             shutil.rmtree(self._folder, ignore_errors=True)
             if lost:

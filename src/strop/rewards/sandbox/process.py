@@ -12,7 +12,7 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-from strop.rewards.process_tree import (
+from strop.process_tree import (
     MARKER,
     adopting_orphans,
     descendants,

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from strop.errors import RewardError
-from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
+from strop.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.scorer import Outcome
 from strop.terminal import printable
 

@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import strop
-from strop.rewards.process_tree import (
+from strop.process_tree import (
     MARKER,
+    become_subreaper,
     descendants,
-    hold_descendants,
-    kill_held,
+    kill_descendants,
     kill_marked,
     marked_processes,
     read_process_file,
 )
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 LOOK_S = 1.0
 _LINES, _ERRORS, _END_S = 15, 3, 20.0
 _ERROR = re.compile(r"\b\w*(Error|Exception): .*")
@@ -122,9 +122,7 @@ class OwnServer:
             self._guard.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(_END_S)
-        names = shared_names(marked_processes(self._marker))
-        kill_marked(self._marker)
-        _delete(names, self._folder)
+        _end_marked(self._marker, self._folder)
 
 
 def shared_names(processes: Iterable[int]) -> set[str]:
@@ -134,6 +132,13 @@ def shared_names(processes: Iterable[int]) -> set[str]:
         with contextlib.suppress(OSError):
             names.update(re.findall(r"(/dev/shm/\S+)$", read_process_file(f"{process}/maps").decode(), re.M))
     return names
+
+
+def _end_marked(marker: str, folder: str | Path) -> None:
+    """Kill the processes with the marker, but for this one; delete ``folder`` and their shared memory."""
+    names = shared_names(marked_processes(marker))
+    kill_marked(marker)
+    _delete(names, folder)
 
 
 def _delete(names: Iterable[str], folder: str | Path) -> None:
@@ -146,7 +151,7 @@ def _delete(names: Iterable[str], folder: str | Path) -> None:
 def _guard(folder: str, command: list[str]) -> None:
     """Run ``command``; then kill its processes, and delete ``folder`` and their shared memory."""
     control, own_id, names = ctypes.CDLL(None).prctl, os.getpid(), set[str]()
-    control(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves becomes a child of this process
+    become_subreaper()  # of what the server leaves
     if os.fork() == 0:
         _outlive(own_id, folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -161,8 +166,7 @@ def _guard(folder: str, command: list[str]) -> None:
             names |= shared_names(descendants(own_id))
     finally:
         names |= shared_names(descendants(own_id))
-        while held := hold_descendants(own_id):
-            kill_held(held)
+        kill_descendants(own_id)
         _delete(names, folder)
 
 
@@ -170,14 +174,7 @@ def _outlive(guard: int, folder: str) -> NoReturn:
     """Wait for the guard's end; if it was killed, as by Ray with its worker, do what it would have done."""
     while os.getppid() == guard:  # which ends this process with all others
         time.sleep(LOOK_S)
-    names = set[str]()
-    while left := set(marked_processes(os.environ[MARKER])) - {os.getpid()}:
-        names |= shared_names(left)
-        for process in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.1)
-    _delete(names, folder)
+    _end_marked(os.environ[MARKER], folder)
     os._exit(0)
 
 

@@ -38,12 +38,33 @@ def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
 
 
 def kill_marked(marker: str, variable: str = MARKER) -> None:
-    """Kill the processes with the marker in their environment."""
+    """Kill the processes with the marker in their environment, but for this one."""
     for _ in range(_SWEEPS):  # one may fork meanwhile
-        found = marked_processes(marker, variable)
+        found = set(marked_processes(marker, variable)) - {os.getpid()}
         if not found:
             break
-        kill_held(_hold(found))
+        _kill(found)
+
+
+def kill_descendants(root: int) -> None:
+    """Kill what a process has started; what its ended children started only if it is a subreaper."""
+    for _ in range(_SWEEPS):  # one may fork meanwhile
+        if not (found := descendants(root)):
+            break
+        _kill(found)
+
+
+def _kill(identities: Iterable[int]) -> None:
+    held = _hold(identities)
+    for identity in identities:  # gVisor and the like have no pidfds
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(identity, signal.SIGKILL)
+    kill_held(held)
+
+
+def become_subreaper() -> None:
+    """Adopt descendants whose parents end, from now on (Linux only), so that this process can end them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 _adopting = threading.Lock()

@@ -1,0 +1,42 @@
+"""The end of a process with everything that it started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORKS_AMONG_KILLS = """
+import os, subprocess, sys
+from strop import process_tree
+
+def start(*command):
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+def fork_first(identity, number, kill=os.kill):
+    if len(started) == 1:
+        started.append(start("sh", "-c", "sleep 600 & sleep 600"))
+    kill(identity, number)
+
+def none(identity):
+    raise OSError("not implemented")
+
+process_tree.become_subreaper()
+started, os.kill = [start("sleep", "600")], fork_first
+orphans = start("sh", "-c", "sleep 600 &")
+orphans.wait()
+if sys.argv[1] == "none":
+    os.pidfd_open = none
+process_tree.kill_descendants(os.getpid())
+print(len(started), all(os.waitpid(-1, 0)[1] == 9 for _ in process_tree.descendants(os.getpid())))
+"""
+
+
+@pytest.mark.parametrize("pidfds", ["some", "none"])
+def test_processes_that_are_forked_while_others_are_killed_are_killed_too(pidfds):
+    """On systems without pidfds, too, whose zombies are left."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_AMONG_KILLS, pidfds], capture_output=True, text=True, timeout=30
+    )
+    assert (done.stdout.strip(), done.stderr) == ("2 True", "")
