@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError
@@ -123,8 +124,44 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-def fault_of_url(url: str, token_key: str) -> str | None:
-    """Return what is wrong with the URL of a server; ``token_key`` names the variable with its token."""
+def distinct_urls(urls: Iterable[str]) -> list[str]:
+    """Return the URLs of servers without a slash at their ends, each once."""
+    return list(dict.fromkeys(url.rstrip("/") for url in urls))
+
+
+def server_faults(
+    urls: Iterable[str],
+    token_key: str,
+    token_env: str | None,
+    *,
+    is_open: bool = False,
+    open_key: str = "",
+    risk: str = "",
+) -> Iterator[str]:
+    """Yield what is wrong with the URLs of servers; those of other machines need a token, or ``is_open``.
+
+    ``token_key`` names the variable with their token, ``token_env``; ``open_key`` sets ``is_open``; ``risk``
+    says what servers without a token are open to.
+    """
+    for url in urls:
+        if fault := _fault_of_url(url, token_key):
+            yield fault
+        elif not (is_loopback(url) or token_env or is_open):
+            or_open = f", or set {open_key}=True" if open_key else ""
+            yield (
+                f"{url} is another machine{risk}; name the environment variable with its token in "
+                f"{token_key}{or_open}"
+            )
+
+
+def fault_of_token(token_key: str, token_env: str | None) -> str | None:
+    """Return what is wrong with the variable that ``token_key`` names; None if it names none."""
+    if token_env and not os.environ.get(token_env):
+        return f"{token_key}={token_env}: this variable is not set"
+    return None
+
+
+def _fault_of_url(url: str, token_key: str) -> str | None:
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

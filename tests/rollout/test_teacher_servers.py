@@ -8,6 +8,7 @@ import pytest
 
 from strop.config.checks.check import check
 from strop.config.load import load_config
+from strop.config.schema.teacher import teachers_of
 from strop.errors import TrainingError
 
 import runs
@@ -72,6 +73,10 @@ def test_of_two_data_sources_a_server_judges_one_and_a_model_the_other(tmp_path)
             "teacher.by_source.a.servers: host has a query",
         ),
         (
+            ["teacher.by_source={a: {servers: [http://host:1]}}"],
+            "in teacher.token_env, or set actor_rollout_ref.rollout.http.open_network=True",
+        ),
+        (
             ["teacher.servers=[http://host:1]", "teacher.token_env=NO_SUCH"],
             "teacher.token_env=NO_SUCH: this variable is not set",
         ),
@@ -80,6 +85,14 @@ def test_of_two_data_sources_a_server_judges_one_and_a_model_the_other(tmp_path)
 def test_an_address_that_cannot_be_used_is_refused_before_a_model_loads(keys, words):
     config = load_config(["actor_rollout_ref.model.path=m", "data.train_files=f", *ALONE, *keys])
     assert any(words in line for line in check(config).errors), check(config).errors
+
+
+def test_a_server_that_is_named_twice_is_one():
+    """``min_servers`` of the rollout is for it, too: the run would wait for the second one."""
+    twice = "['http://127.0.0.1:1','http://127.0.0.1:1/']"
+    for key in (f"teacher.servers={twice}", f"teacher.by_source={{a: {{servers: {twice}}}}}"):
+        (one,) = teachers_of(load_config([key]).teacher)
+        assert one.servers == ["http://127.0.0.1:1"]
 
 
 def test_a_server_that_does_not_answer_is_named_while_the_run_waits(tmp_path, caplog):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, cast
@@ -32,7 +31,7 @@ from strop.config.schema.agent import uses_agent
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.teacher import teachers_of
 from strop.errors import ConfigError, did_you_mean
-from strop.listening import fault_of_url, is_loopback
+from strop.listening import fault_of_token, server_faults
 from strop.passed import is_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -118,19 +117,17 @@ def teachers(config: Config) -> Iterator[Finding]:
             "teacher.servers with agent: they judge a row as one sequence, and sessions have branches; set "
             "teacher.model.path"
         )
-    token_env, rollout = config.teacher.token_env, cast(Any, config.actor_rollout_ref.rollout)
+    http = cast(Any, config.actor_rollout_ref.rollout).http
+    token = ("teacher.token_env", config.teacher.token_env)
     for one in found:
         key = "teacher.servers" if one.source is None else f"teacher.by_source.{one.source}.servers"
-        for url in one.servers:
-            if fault := fault_of_url(url, "teacher.token_env"):
-                yield error(f"{key}: {fault}")
-            elif not (is_loopback(url) or token_env or rollout.http.open_network):
-                yield error(
-                    f"{key}: {url} is another machine; name the environment variable with its token in "
-                    f"teacher.token_env, or set {_ROLLOUT}.http.open_network=True"
-                )
-    if token_env and not os.environ.get(token_env):
-        yield error(f"teacher.token_env={token_env}: this variable is not set")
+        faults = server_faults(
+            one.servers, *token, is_open=http.open_network, open_key=f"{_ROLLOUT}.http.open_network"
+        )
+        for fault in faults:
+            yield error(f"{key}: {fault}")
+    if fault := fault_of_token(*token):
+        yield error(fault)
 
 
 class TrainedModel(NamedTuple):
@@ -338,15 +335,11 @@ def _judge(judge: Any) -> Iterator[Finding]:
     key = "reward_model.judge"
     if judge.url is None:
         return
-    if fault := fault_of_url(judge.url, f"{key}.token_env"):
+    token = (f"{key}.token_env", judge.token_env)
+    for fault in server_faults([judge.url], *token):
         yield error(f"{key}.url: {fault}")
-    elif not is_loopback(judge.url) and not judge.token_env:
-        yield error(
-            f"{key}.url: {judge.url} is another machine; name the environment variable with its key in "
-            f"{key}.token_env"
-        )
-    if judge.token_env and not os.environ.get(judge.token_env):
-        yield error(f"{key}.token_env={judge.token_env}: this variable is not set")
+    if fault := fault_of_token(*token):
+        yield error(fault)
     if not judge.scale[0] < judge.scale[1]:
         yield error(f"{key}.scale={judge.scale}: expected the lowest number and then the highest")
 

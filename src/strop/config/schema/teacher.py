@@ -26,6 +26,7 @@ from strop.config.schema.base import (
     refused,
 )
 from strop.errors import ConfigError
+from strop.listening import distinct_urls
 
 THE_POLICY = "reference"
 """Value of ``teacher.model.path``: the policy with its LoRA adapters off."""
@@ -52,7 +53,7 @@ def teachers_of(section: Any) -> list[Teacher]:
     """
     base = section.model
     if not section.by_source:
-        one = Teacher(None, base if base.path else None, section.servers)
+        one = Teacher(None, base if base.path else None, distinct_urls(section.servers))
         return [one] if base.path or section.servers else []
     if base.path or section.servers:
         raise ConfigError("teacher.by_source names all teachers; empty teacher.model.path and servers")
@@ -65,7 +66,8 @@ def teachers_of(section: Any) -> list[Teacher]:
             raise ConfigError(f"{where}: found {sorted(entry)}, expected either model or servers")
         try:
             if "servers" in entry:
-                found.append(Teacher(source, None, _SERVERS.validate_python(entry["servers"])))
+                servers = _SERVERS.validate_python(entry["servers"])
+                found.append(Teacher(source, None, distinct_urls(servers)))
                 continue
             if not isinstance(own, Mapping) or not own.get("path") or own.keys() - known:
                 names = ", ".join(known)

@@ -14,11 +14,12 @@ from strop.config.memory.shapes import weights
 from strop.config.placement import Placement, is_written, uses_gpu
 from strop.config.schema.environment import uses_environment
 from strop.errors import ConfigError, raised_as
-from strop.listening import fault_of_url, is_loopback
+from strop.listening import distinct_urls, fault_of_token, is_loopback, server_faults
 from strop.rollout.http.keys import NAMES
 from strop.rollout.vllm.kind import KIND as VLLM
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_TOKEN_KEY = f"{_ROLLOUT}.http.token_env"
 _OF_OWN_SERVERS = (
     "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
     "tensor_model_parallel_size", "load_format",
@@ -91,8 +92,8 @@ class HTTPKind(RolloutKind):
             )
         if rollout.seed_per_sample is False:
             yield error(f"{_ROLLOUT}.seed_per_sample=False: samples would depend on http servers; set auto")
-        if http.token_env and not os.environ.get(http.token_env):
-            yield error(f"{_ROLLOUT}.http.token_env={http.token_env}: this variable is not set")
+        if fault := fault_of_token(_TOKEN_KEY, http.token_env):
+            yield error(fault)
         if "@" in (http.proxy or ""):
             yield error(
                 f"{_ROLLOUT}.http.proxy: config.yaml would show its login; put the URL into an environment "
@@ -163,21 +164,18 @@ def read_urls(http: Any) -> list[str]:
         if not (urls := [line.strip() for line in lines if line.strip() and not line.startswith("#")]):
             raise ConfigError(f"{_ROLLOUT}.http.urls={given[0]}: it has no URL; expected one on each line")
         given = urls
-    found = list(dict.fromkeys(url.rstrip("/") for url in given))
-    if wrong := [reason for url in found if (reason := _why_wrong(url, http))]:
-        raise ConfigError(f"{_ROLLOUT}.http.urls: {'; '.join(wrong)}")
+    found = distinct_urls(given)
+    faults = server_faults(
+        found,
+        _TOKEN_KEY,
+        http.token_env,
+        is_open=http.open_network,
+        open_key=f"{_ROLLOUT}.http.open_network",
+        risk=", and its servers take any weights from whoever reaches them",
+    )
+    if wrong := "; ".join(faults):
+        raise ConfigError(f"{_ROLLOUT}.http.urls: {wrong}")
     return found
-
-
-def _why_wrong(url: str, http: Any) -> str | None:
-    if fault := fault_of_url(url, "http.token_env"):
-        return fault
-    if not is_loopback(url) and not http.token_env and not http.open_network:
-        return (
-            f"{url} is another machine, and its servers take any weights from whoever reaches them; name the "
-            f"variable with their token in {_ROLLOUT}.http.token_env, or set http.open_network=True"
-        )
-    return None
 
 
 def token_of(settings: Any) -> str | None:
