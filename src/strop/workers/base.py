@@ -411,6 +411,22 @@ class RoleWorker(Worker[Config]):
         return MicroBatching(rows=size.rows, max_tokens=size.max_tokens)
 
 
+def options_of(model: Any, key: str, *, trained: Any | None) -> dict[str, Any]:
+    """Return the options of ``engine_of`` that a section ``model``, whose name is ``key``, decides.
+
+    ``trained`` is that of ``engine_of``. Adapters, which a reference has not, are no part of them.
+    """
+    return {
+        "compute_dtype": model.compute_dtype,
+        "packed": model.use_remove_padding,
+        "packing_key": f"{key}.use_remove_padding",
+        "compile": model.compile,
+        "checkpointing": model.enable_gradient_checkpointing,
+        "trained": trained,
+        "freeze": None if trained is None else model.freeze,
+    }
+
+
 def _link_weights(source: str, target: str) -> None:
     if source.endswith(".safetensors"):
         with suppress(OSError):  # a file system without hard links

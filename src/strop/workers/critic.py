@@ -7,7 +7,7 @@ from typing import ClassVar
 from strop.config.roles import critic_tokenizer
 from strop.controller.group import Dispatch, register
 from strop.protocol import DataProto
-from strop.workers.base import RoleWorker
+from strop.workers.base import RoleWorker, options_of
 from strop.workers.losses import critic_objective
 from strop.workers.memory import phase
 
@@ -28,13 +28,7 @@ class CriticWorker(RoleWorker):
             options,
             name="critic",
             head_seed=self.config.trainer.seed,
-            compute_dtype=critic.model.compute_dtype,
-            packed=critic.model.use_remove_padding,
-            compile=critic.model.compile,
-            packing_key="critic.model.use_remove_padding",
-            checkpointing=critic.model.enable_gradient_checkpointing,
-            trained=critic,
-            freeze=critic.model.freeze,
+            **options_of(critic.model, "critic.model", trained=critic),
             lora=self.adapters_of(critic.model, "critic.model"),
         )
 

@@ -53,7 +53,7 @@ from strop.rollout.base import Advanced, Finished, RolloutEngine, RolloutSpec, S
 from strop.rollout.transfer.broadcast import Channel
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
-from strop.workers.base import RoleWorker
+from strop.workers.base import RoleWorker, options_of
 from strop.workers.losses import Recorder, actor_objective
 from strop.workers.memory import phase
 from strop.workers.teacher import cut_passes, teacher_columns, words_of
@@ -132,12 +132,7 @@ class ActorRolloutRefWorker(RoleWorker):
             name="actor" if trains else "ref",
             role="actor" if name == "actor" else "reference",
             section=ENGINES[self.strategy].section_of(self.config, name),
-            compute_dtype=model.compute_dtype,
-            packed=model.use_remove_padding,
-            compile=model.compile,
-            checkpointing=model.enable_gradient_checkpointing,
-            trained=policy.actor if trains else None,
-            freeze=model.freeze if trains else None,
+            **options_of(model, "actor_rollout_ref.model", trained=policy.actor if trains else None),
             # the reference is the base model
             lora=self.adapters_of(model, "actor_rollout_ref.model") if name == "actor" else None,
             # the actor computes the full KL, from the reference's hidden states

@@ -38,7 +38,7 @@ from strop.engines.micro_batches import MicroBatching
 from strop.models.scorer import REWARD_MEAN, REWARD_STD
 from strop.models.teaching import Teaching
 from strop.protocol import DataProto
-from strop.workers.base import Worker
+from strop.workers.base import Worker, options_of
 from strop.workers.losses import pair_figures, preference_loss
 from strop.workers.memory import phase
 from strop.workers.teacher import teacher_columns, words_of
@@ -67,13 +67,7 @@ class SupervisedWorker(Worker[Supervised]):
             "model": self.model_options(model),
             "strategy": update.strategy,
             "section": ENGINES[update.strategy].section_of(self.config, "update"),
-            "compute_dtype": model.compute_dtype,
-            "packed": model.use_remove_padding,
-            "compile": model.compile,
-            "packing_key": "model.use_remove_padding",
-            "checkpointing": model.enable_gradient_checkpointing,
-            "trained": update,
-            "freeze": model.freeze,
+            **options_of(model, "model", trained=update),
             "lora": self.adapters_of(model, "model"),
         }
         return self.engine_of(kind, **(options | spec))

@@ -18,7 +18,7 @@ from strop.controller.group import Dispatch, register
 from strop.engines.base import Engine
 from strop.engines.micro_batches import MicroBatching, masked_row, require_no_tree
 from strop.protocol import DataProto
-from strop.workers.base import RoleWorker
+from strop.workers.base import RoleWorker, options_of
 from strop.workers.memory import phase
 
 Judge = Callable[[DataProto], DataProto]
@@ -55,10 +55,7 @@ class TeacherWorker(RoleWorker):
             self.model_options(teacher.model),
             name="teacher",
             section=ENGINES[self.strategy].section_of(self.config, "teacher"),
-            compute_dtype=policy.model.compute_dtype,
-            packed=policy.model.use_remove_padding,
-            compile=policy.model.compile,
-            trained=None,
+            **options_of(policy.model, "actor_rollout_ref.model", trained=None),
         )
         return partial(
             teacher_columns,
