@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from strop.config.schema.agent import AgentConfig
 from strop.environments.loading import load_object
-from strop.errors import ConfigError, did_you_mean
+from strop.errors import ConfigError
 from strop.passed import for_process
-from strop.rewards.arguments import Function
+from strop.rewards.arguments import Function, require_values
 from strop.rewards.worker.process import Child
 
 _start_child = partial(Child, module="strop.agents.child", what="agent program", section="agent")
@@ -47,13 +47,7 @@ class Program:
 
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if the function has a parameter that is neither known nor a column."""
-        known = {*_OWN_NAMES, *columns, "uid", "ground_truth"}
-        for name in self.required:
-            if name not in known:
-                raise ConfigError(
-                    f"{self.named} needs the argument {name!r}, and there is no such value or column; it can "
-                    f"take {', '.join(sorted(known))}{did_you_mean(name, known)}"
-                )
+        require_values(self.named, self.required, {*_OWN_NAMES, *columns})
 
 
 def load_program(section: AgentConfig) -> Program | None:

@@ -16,9 +16,9 @@ from strop.config.schema.environment import EnvironmentConfig
 from strop.environments.episode import Blueprint, parameters_of
 from strop.environments.gym import load_gym
 from strop.environments.mcp import load_mcp
-from strop.errors import ConfigError, did_you_mean
+from strop.errors import ConfigError
 from strop.passed import for_process, is_function
-from strop.rewards.arguments import Function
+from strop.rewards.arguments import Function, require_values
 from strop.rewards.custom import load_module
 from strop.rewards.sandbox import require_bubblewrap
 from strop.tools import Python
@@ -62,12 +62,7 @@ class Environments:
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a method has a parameter that is neither a known value nor a column."""
         for where, (names, known) in self.needs.items():
-            for name in names:
-                if name not in (own := {*known, *columns, "uid", "ground_truth"}):
-                    raise ConfigError(
-                        f"{where} needs the argument {name!r}, and there is no such value or column; it can "
-                        f"take {', '.join(sorted(own))}{did_you_mean(name, own)}"
-                    )
+            require_values(where, names, {*known, *columns})
 
     def tools_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools of a row; ``ValueError`` if it names no environment."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.columns import sampled_runs
-from strop.errors import ConfigError, RewardError, nearest
+from strop.errors import ConfigError, RewardError, did_you_mean, nearest
 from strop.pictures import Sent
 
 if TYPE_CHECKING:
@@ -347,6 +347,17 @@ class Function:
             names = {name: None for row in found for name in row}
             columns = {name: [row.get(name) for row in found] for name in names}
         return self.arguments({**lists, **plural, **columns})
+
+
+def require_values(where: str, required: Iterable[str], known: Collection[str]) -> None:
+    """Raise ``ConfigError`` if a parameter of ``where`` is neither ``known`` nor a value of every row."""
+    known = {*known, "uid", _GROUND_TRUTH}
+    for name in required:
+        if name not in known:
+            raise ConfigError(
+                f"{where} needs the argument {name!r}, and there is no such value or column; it can "
+                f"take {', '.join(sorted(known))}{did_you_mean(name, known)}"
+            )
 
 
 @functools.cache
