@@ -26,17 +26,19 @@ process_tree.become_subreaper()
 started, os.kill = [start("sleep", "600")], fork_first
 orphans = start("sh", "-c", "sleep 600 &")
 orphans.wait()
-if sys.argv[1] == "none":
+if sys.argv[1] == "no pidfds":
     os.pidfd_open = none
+if sys.argv[1] == "no lists of children":
+    os.path.exists = lambda path: False
 process_tree.kill_descendants(os.getpid())
 print(len(started), all(os.waitpid(-1, 0)[1] == 9 for _ in process_tree.descendants(os.getpid())))
 """
 
 
-@pytest.mark.parametrize("pidfds", ["some", "none"])
-def test_processes_that_are_forked_while_others_are_killed_are_killed_too(pidfds):
+@pytest.mark.parametrize("lacks", ["nothing", "no pidfds", "no lists of children"])
+def test_processes_that_are_forked_while_others_are_killed_are_killed_too(lacks):
     """On systems without pidfds, too, whose zombies are left."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKS_AMONG_KILLS, pidfds], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", FORKS_AMONG_KILLS, lacks], capture_output=True, text=True, timeout=30
     )
     assert (done.stdout.strip(), done.stderr) == ("2 True", "")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 MARKER = "STROP_REWARD_WORKER"
@@ -108,10 +108,20 @@ def descendants(root: int, *, stop: bool = False) -> list[int]:
         if stop:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(identity, signal.SIGSTOP)
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{identity}/task"):
-                found += map(int, read_process_file(f"{identity}/task/{task}/children").split())
+        found += _children(identity)
     return found[1:]
+
+
+def _children(identity: int) -> Iterator[int]:
+    if not os.path.exists("/proc/thread-self/children"):  # the kernel keeps no lists, as of gVisor
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == identity:
+                    yield int(entry.name)
+        return
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{identity}/task"):
+            yield from map(int, read_process_file(f"{identity}/task/{task}/children").split())
 
 
 def read_process_file(name: str) -> bytes:
