@@ -367,6 +367,32 @@ def test_a_run_that_stops_uploads_its_last_checkpoint_by_time(memory_fs, tmp_pat
     assert RemoteCheckpoints(REMOTE).latest() == 3
 
 
+def test_a_run_that_saves_by_time_alone_uploads_the_last_two(memory_fs, tmp_path):
+    """The machine may be lost, and with it what a stop would upload."""
+    groups = {"actor": Group(1)}
+    with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
+        checkpoints.save(1, groups, {**STATE, "global_step": 1})
+    with Checkpoints(tmp_path, remote=REMOTE, copies_by_time=True) as checkpoints:
+        for step in (2, 3, 4):
+            checkpoints.save(step, groups, {**STATE, "global_step": step}, by_time=True)
+            checkpoints._uploader._changed.acquire()
+            checkpoints._uploader._changed.wait_for(lambda: not checkpoints._uploader._left())
+            checkpoints._uploader._changed.release()
+    assert names(REMOTE) == [
+        *(f"global_step_{step}" for step in (1, 3, 4)),
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert RemoteCheckpoints(REMOTE).latest() == 4
+
+
+def test_a_run_that_saves_by_time_alone_uploads_what_a_killed_one_could_not(memory_fs, tmp_path):
+    group = {"actor": Group(1)}
+    Checkpoints(tmp_path).save(3, group, STATE, by_time=True)
+    with Checkpoints(tmp_path, remote=REMOTE, copies_by_time=True) as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), group)
+    assert RemoteCheckpoints(REMOTE).latest() == 3
+
+
 def test_a_resumed_run_uploads_none_that_was_saved_by_time(memory_fs, tmp_path):
     group = {"actor": Group(1)}
     Checkpoints(tmp_path).save(2, group, {**STATE, "global_step": 2})

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 
 from strop.checkpoint.folder import (
+    BY_TIME,
     LATEST,
     building_folder,
     latest_checkpoint,
@@ -99,16 +100,22 @@ class RemoteCheckpoints:
             (step,) = steps_in([checkpoint.name])
             self._fs.pipe_file(f"{self._root}/{LATEST}", f"{step}\n".encode())
 
-    def prune(self, max_to_keep: int, *, newest: int) -> None:
+    def prune(self, max_to_keep: int, *, newest: int, by_time: bool = False) -> None:
         """Keep the last ``max_to_keep`` whole checkpoints up to iteration ``newest`` and remove all others.
 
-        Later ones belong to a run that was resumed from an earlier checkpoint.
+        Later ones belong to a run that was resumed from an earlier checkpoint. With ``by_time`` whole ones
+        that were not saved by time stay.
         """
         steps = sorted(self._steps(), reverse=True)
+        if by_time:
+            steps = [step for step in steps if not self.is_whole(step) or self._is_by_time(step)]
         kept = [step for step in steps if step <= newest and self.is_whole(step)][:max_to_keep]
         for step in steps:
             if step not in kept:
                 self._remove(name_of(step))
+
+    def _is_by_time(self, step: int) -> bool:
+        return self._fs.exists(f"{self._root}/{name_of(step)}/{BY_TIME}")
 
     def archive(self) -> str | None:
         """Move existing checkpoints to ``previous_1``, ``previous_2``, ...; return the URL, None if none."""
@@ -283,10 +290,11 @@ class Uploader:
         remote: RemoteCheckpoints,
         *,
         max_to_keep: int | None = None,
+        by_time: bool = False,
         retry_after_s: Sequence[float] = _RETRY_AFTER_S,
     ) -> None:
         self.remote = remote
-        self._max_to_keep = max_to_keep
+        self._max_to_keep, self._by_time = max_to_keep, by_time
         self._retry_after_s = retry_after_s
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []
@@ -371,7 +379,7 @@ class Uploader:
             self.remote.upload(upload.checkpoint, resume=next(attempts) > 0, is_latest=upload.is_latest)
             # A checkpoint that a resume found missing is not new, so it makes no older one superfluous.
             if self._max_to_keep is not None and not upload.only_if_missing:
-                self.remote.prune(self._max_to_keep, newest=upload.step)
+                self.remote.prune(self._max_to_keep, newest=upload.step, by_time=self._by_time)
 
         what = f"the upload of {upload.checkpoint.name} to {self.remote.url}"
         pauses = itertools.takewhile(lambda _: not self._closed.is_set(), self._retry_after_s)

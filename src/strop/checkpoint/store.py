@@ -131,18 +131,21 @@ class Checkpoints:
         save_minutes: float | None = None,
         background: bool = False,
         remote: str | None = None,
+        copies_by_time: bool = False,
         trained: Sequence[str] = TRAINED,
     ) -> None:
         """Open the checkpoints in ``folder``; ``trained`` names the groups whose state is saved.
 
         Of the checkpoints that are saved ``by_time`` the last two are kept, and the one of the best
-        validation; of the others the last ``max_to_keep``.
+        validation; of the others the last ``max_to_keep``. ``copies_by_time``: they are uploaded, too, and
+        the last two of them are kept there.
         """
         self.folder = Path(expand(folder)).absolute()  # workers have other working directories
         self.max_to_keep = max_to_keep
         self.save_minutes = save_minutes
         self.background = background
         self.trained = trained
+        self._copies_by_time = copies_by_time
         self._in_flight: tuple[int, list[Any]] | None = None
         self._uploads_next = True
         self._saved_at = time.monotonic()
@@ -154,7 +157,8 @@ class Checkpoints:
                     f"trainer.default_hdfs_dir={remote} is trainer.default_local_dir itself; set it to "
                     "another folder for the copies, or to null"
                 )
-            self._uploader = Uploader(checkpoints, max_to_keep=max_to_keep)
+            kept = KEPT_BY_TIME if copies_by_time else max_to_keep
+            self._uploader = Uploader(checkpoints, max_to_keep=kept, by_time=copies_by_time)
 
     @classmethod
     def of(cls, config: RootConfig, *, trained: Sequence[str] = TRAINED, by_time: bool = True) -> Checkpoints:
@@ -169,6 +173,7 @@ class Checkpoints:
             save_minutes=settings.save_minutes if by_time else None,
             background=settings.async_save,
             remote=settings.default_hdfs_dir,
+            copies_by_time=settings.save_freq < 0,  # there are no others to copy
             trained=trained,
         )
 
@@ -260,8 +265,8 @@ class Checkpoints:
     ) -> Path:
         """Write ``global_step_<step>``; with ``background`` it appears after ``finish`` or a later ``poll``.
 
-        One that is saved ``by_time`` is uploaded if the run is ``stopping``, or saves no others: copies are
-        for the loss of this machine.
+        One that is saved ``by_time`` is uploaded only if the run is ``stopping``, or with
+        ``copies_by_time``: copies are for the loss of this machine.
 
         ``later`` gets the folder, and returns a part of the checkpoint that is complete only later, with the
         methods ``save_is_done()`` and ``finish_save()``, or None. With such a part the checkpoint appears as
@@ -288,7 +293,8 @@ class Checkpoints:
             if later is not None and (part := later(building)) is not None:
                 started.append(part)
         self._in_flight = step, started
-        self._uploads_next, self._saved_at = stopping or not by_time, time.monotonic()
+        self._uploads_next = stopping or self._copies_by_time or not by_time
+        self._saved_at = time.monotonic()
         if started:
             self.poll()
         else:
@@ -383,7 +389,7 @@ class Checkpoints:
             # The run may have been killed before these were uploaded.
             for saved in saved_steps(self.folder):
                 path = self.folder_of(saved)
-                if saved <= step and not (path / BY_TIME).is_file():
+                if saved <= step and (self._copies_by_time or not (path / BY_TIME).is_file()):
                     self._uploader.submit(saved, path, only_if_missing=True, is_latest=saved == step)
         return state
 
