@@ -241,6 +241,14 @@ def test_prepare_stores_chats_that_parquet_would_change_as_text(tmp_path):
     assert {row["meta"] for row in found} == {"{}"}
 
 
+def test_prepare_stores_values_of_several_types_as_they_are(tmp_path):
+    rows = [{"prompt": "p", "answer": "1", "aliases": value} for value in ("x", ["y", "z"], 3)]
+    written = prepare("table", write_lines(tmp_path / "t.jsonl", rows), tmp_path / "out")
+    path = written["train"].path
+    for found in (to_rows(read_table(path)), list(read_records(path))):
+        assert [row["aliases"] for row in found] == ["x", ["y", "z"], 3]
+
+
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -252,6 +260,7 @@ def write_lines(path, rows):
         ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', ("a.jsonl, line 3", "not JSON")),
         ("a.jsonl", '{"prompt": "x"},\n', ("a.jsonl, line 1", "no comma")),
         ("a.jsonl", '{"a": 1}\n{"a": [1]}\n', ("a.jsonl, field a", "number in line 1", "list in line 2")),
+        ("a.jsonl", '{"extra_info": {}}\n{"extra_info": ""}\n', ("field extra_info", "object in line 1")),
         ("a.jsonl", '{"a": "\\ud800"}\n', ("a.jsonl, line 1", "Unicode")),
         ("a.json", '{\n"a": 1}', ("a.json, line 1", "a list of objects")),
         ("a.json", "[1]", ("a.json, record 0", "found 1")),

@@ -21,6 +21,7 @@ from strop.models.loader import (
 )
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
+from strop.models.source import write_config
 
 import tiny_model
 from builders import random_samples
@@ -176,6 +177,9 @@ def test_end_tokens_of_a_configuration_are_those_of_the_model_however_it_is_load
         defer_causal_lm(tmp_path, override_config=override)[0],
     ):
         assert model.generation_config.eos_token_id == expected
+        write_config(tmp_path / "out", model, torch.float32)
+        exported = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+        assert exported.get("eos_token_id") == written
     assert generation_config_of(tmp_path, override).eos_token_id == expected
 
 

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _RETRY_AFTER_S = (5.0, 20.0, 60.0)
-_FINAL = (FileNotFoundError, PermissionError)
-"""Errors of wrong names and credentials, which no retry corrects."""
 
 
 class RemoteCheckpoints:
@@ -189,7 +187,7 @@ def _retried(
     *,
     pauses: Iterable[float] | None = None,
     wait: Callable[[float], Any] = time.sleep,
-    final: tuple[type[Exception], ...] = (StropError, *_FINAL),
+    final: tuple[type[Exception], ...] = (StropError, FileNotFoundError, PermissionError),
 ) -> Result:
     """Return the result of ``attempt``, which is repeated after each of ``pauses``, if that may help.
 
@@ -383,8 +381,8 @@ class Uploader:
 
         what = f"the upload of {upload.checkpoint.name} to {self.remote.url}"
         pauses = itertools.takewhile(lambda _: not self._closed.is_set(), self._retry_after_s)
-        try:  # a CheckpointError is not final: a file that arrived short is worth a retry
-            _retried(what, copy, pauses=pauses, wait=self._closed.wait, final=_FINAL)
+        try:  # nothing is final: hours of training hang on it, and credentials are renewed meanwhile
+            _retried(what, copy, pauses=pauses, wait=self._closed.wait, final=())
         except Exception as error:  # noqa: BLE001 - back-ends raise their own types
             self._failures[upload.checkpoint] = reason = in_one_line(error)
             logger.warning("%s failed (%s); %s is whole", what, reason, upload.checkpoint)

@@ -360,7 +360,7 @@ def _with_column(table: pa.Table, key: str) -> pa.Table:
     if key in table.column_names:
         return table.set_column(table.column_names.index(key), key, column)
     exact = exact_name(top := key.partition(".")[0])
-    if pa.types.is_nested(column.type) and exact in table.column_names:
+    if (pa.types.is_nested(column.type) or _is_string(column.type)) and exact in table.column_names:
         found = [_value_at(row, key) for row in to_rows(table.select([top, exact]))]
         return _with_values(table, key, found)
     return table.append_column(key, column)
@@ -551,6 +551,11 @@ def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> No
             f"{', '.join(table.files)}: the columns {clashes} have names that batches use; rename them"
         )
     _check_column(table, reward_fn_key, "a string", _is_string)
+    if exact_name(reward_fn_key) in table.table.column_names:
+        raise DataError(
+            f"{', '.join(table.files)}: field {reward_fn_key} (data.reward_fn_key): expected texts, and the "
+            "values are of several types"
+        )
     _check_column(table, _TARGET, "a record {style, ground_truth}", pa.types.is_struct)
     _check_column(table, "extra_info", "a record or null", pa.types.is_struct, nulls=True)
 

@@ -28,6 +28,8 @@ Located = tuple[str, Any]
 
 _EXACT = "\0exact"
 _TRUTH = ("reward_model", "ground_truth")
+_BY_TYPE = (*COLUMNS, "data_source", "reward_model", "extra_info", "environment", "tools")
+"""Columns whose type says what they are, so that their values cannot be of several."""
 
 
 def exact_name(column: str) -> str:
@@ -182,7 +184,7 @@ def records_table(name: str, records: Callable[[], Iterable[Located]], texts: Co
             def stored() -> Iterator[Located]:
                 return ((place, storable(record, f"{name}, {place}", texts)) for place, record in records())
 
-            mixed, as_json = _mixed(name, stored(), {*wanted, *COLUMNS, "data_source"})
+            mixed, as_json = _mixed(name, stored(), {*wanted, *_BY_TYPE})
             answers = _tree([path for path in mixed if path == _TRUTH], copy.deepcopy(wanted))
             try:
                 return _joined(_tables(name, stored(), _tree(mixed, wanted, as_json), answers))
@@ -297,7 +299,7 @@ def _mixed(
 ) -> tuple[list[Place], list[Place]]:
     """Return the paths of values of several types that can all be text, and those that can only be JSON.
 
-    Raises ``DataError`` for one of the latter in ``by_type``, columns whose type says what they are.
+    Raises ``DataError`` for one of the latter that is a column in ``by_type``.
     """
     kinds: dict[tuple[Any, ...], dict[str, str]] = {}
 

@@ -194,10 +194,11 @@ def generation_problem(folder: Path) -> str:
     try:
         if (found := generation_config_of(folder)) is not None:
             found.validate(strict=True)
-    except ModelError:  # loading the model reports it
-        return ""
-    except ValueError as error:
-        text = " ".join(str(error).split())
+    except (ModelError, ValueError) as error:
+        problem = error.__cause__ if isinstance(error, ModelError) else error
+        if isinstance(problem, json.JSONDecodeError) or not isinstance(problem, ValueError):
+            return ""  # loading the model reports it
+        text = " ".join(str(problem).split())
         return text if len(text) <= 300 else f"{text[:300]} ..."
     return ""
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.config.paths import safetensors_files
-from strop.models.folder import config_parts, is_dropout
+from strop.models.folder import config_parts, generation_config_of, is_dropout
 from strop.models.transformers_private import save_custom_code
 
 _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
@@ -90,7 +90,8 @@ def write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> No
     if model.can_generate() and (source.folder / _GENERATION).is_file():
         shutil.copyfile(source.folder / _GENERATION, folder / _GENERATION)
     elif model.can_generate() and model.generation_config is not None:
-        _write_generation(folder, model.generation_config)
+        # that of the folder: override_config is of the run
+        _write_generation(folder, generation_config_of(source.folder) or model.generation_config)
 
 
 def _write_generation(folder: Path, generation: GenerationConfig) -> None:

@@ -106,12 +106,19 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
 
 
 def _storable(name: str, rows: list[dict[str, Any]]) -> pa.Table:
-    """Return a table for parquet, in which chats and tools that parquet would change are JSON text."""
+    """Return a table for parquet, in which chats and tools that parquet would change are JSON text.
+
+    Values of several types are JSON texts by type, as the package datasets writes them.
+    """
     table = table_of(name, rows)
     for column in visible_names(table.column_names):
         number = table.column_names.index(column)
-        has_exact = column in ("prompt", "tools") and exact_name(column) in table.column_names
-        if has_exact or "struct<>" in str(table.schema.types[number]):  # parquet has no empty records
+        kind, has_exact = table.schema.types[number], exact_name(column) in table.column_names
+        if has_exact and pa.types.is_string(kind):
+            table = table.set_column(number, column, table.column(column).cast(pa.json_()))
+            continue
+        is_changed = has_exact and column in ("prompt", "tools")
+        if is_changed or "struct<>" in str(kind):  # parquet has no empty records
             texts = [None if row.get(column) is None else json.dumps(row[column]) for row in rows]
             table = table.set_column(number, column, pa.array(texts, pa.string()))
     return table.select(visible_names(table.column_names))
