@@ -69,6 +69,10 @@ class Stub(Worker):
         own.write_text(json.dumps({**found, "held": sum(map(is_held, self.sent))}))
 
     @register(Dispatch.ONE_TO_ALL)
+    def settle(self) -> None:
+        """Return once the calls before this one have."""
+
+    @register(Dispatch.ONE_TO_ALL)
     def export(self, folder: Path, iteration: int, saved: Path | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
