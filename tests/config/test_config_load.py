@@ -220,11 +220,18 @@ def test_a_file_that_cannot_be_composed_is_one_line_that_names_it(folder, text, 
         ("trainer: {logger: {a: 1}}", ("trainer.logger", "{'a': 1}")),
         ("data: {train_files: {a: 1}}", ("data.train_files", "{'a': 1}")),
         ("critic: {optim: [1]}", ("critic.optim", "[1]")),
+        # whose default refers to a mapping
+        ("critic: {megatron: {override_ddp_config: [1]}}", ("critic.megatron.override_ddp_config", "[1]")),
     ],
 )
 def test_a_list_in_the_place_of_a_mapping_and_the_reverse_name_the_key(folder, text, said):
     (folder / "own.yaml").write_text(text)
     assert Message(*said) in problems_of(config_path=folder / "own.yaml")
+    # what a program passes replaces what the file has, of whichever kind
+    key = said[0]
+    with pytest.raises(ConfigError) as caught:
+        load_tree(PPO, config_path=folder / "own.yaml", values=[{key: {"b": 2}}, {key: [3]}, {key: 7.5}])
+    assert Message(key, "7.5") in caught.value.problems
 
 
 def test_missing_files_and_folders_are_errors_with_the_alternatives(folder):

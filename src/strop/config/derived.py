@@ -76,7 +76,8 @@ class Values:
         """Return these values with ``keys``, a nested mapping, laid over them."""
         tree, paths = copied(self.tree), written_paths(keys)
         # OmegaConf cannot merge a list and a mapping
-        for path in list(_of_another_kind(OmegaConf.to_container(tree, resolve=False), keys)):
+        written = OmegaConf.to_container(tree, resolve=False)
+        for path in list(_of_another_kind(written, keys, self.select)):
             section, _, name = path.rpartition(".")
             del (OmegaConf.select(tree, section) if section else tree)[name]
         merged = cast(DictConfig, OmegaConf.unsafe_merge(tree, OmegaConf.create(dict(keys))))
@@ -111,13 +112,16 @@ def written_paths(mapping: Mapping[Any, Any], prefix: str = "") -> set[str]:
     return paths
 
 
-def _of_another_kind(default: Any, given: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths at which one is a list and the other a mapping."""
+def _of_another_kind(default: Any, given: Any, select: Callable[[str], Any], path: str = "") -> Iterator[str]:
+    """Yield the paths at which one is a list and the other a mapping, also by reference."""
+    if isinstance(default, str) and isinstance(given, dict | list):
+        default = select(path)
     if {type(default), type(given)} == {dict, list}:
         yield path
     elif isinstance(default, dict) and isinstance(given, dict):
         for key in default.keys() & given.keys():
-            yield from _of_another_kind(default[key], given[key], f"{path}.{key}" if path else key)
+            place = f"{path}.{key}" if path else key
+            yield from _of_another_kind(default[key], given[key], select, place)
 
 
 def name_experiment(values: Values, tree: Tree) -> Values:

@@ -144,8 +144,10 @@ def _build(
     """
     values, names = Values(tree.defaults()), Translation()
     if tree is PPO:
-        given = OmegaConf.merge(*(OmegaConf.create(keys) for _, keys in layers))
-        names = _of_verl(_plain(cast(DictConfig, given)), settings)
+        given = Values(OmegaConf.create({}))
+        for author, keys in layers:
+            given = given.under(keys, author)
+        names = _of_verl(_plain(given.tree), settings)
         layers = [(author, without_foreign(keys)) for author, keys in layers]
         settings = [own for setting in settings if (own := _own_part(setting))]
     for author, keys in layers:
