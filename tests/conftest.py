@@ -173,6 +173,7 @@ _LONGEST = (
     "tests/models/test_layouts.py",
     "tests/e2e/test_resume_async.py",
     "tests/models/test_ulysses.py",
+    "tests/test_fuzz.py",
     *_RAY_CONTROLLER,
 )
 

@@ -54,7 +54,7 @@ def _trained(options: list[str], run: Path) -> tuple[dict, list]:
     return found, [{name: line[name] for name in line if name.startswith(KINDS)} for line in lines]
 
 
-CURL = [("async 1", "curl"), ("async 4", "curl")]
+CURL = [("async 4", "curl")]
 
 
 @pytest.fixture
