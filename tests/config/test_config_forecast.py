@@ -252,7 +252,10 @@ def test_on_a_cpu_vllm_is_given_the_cache_of_the_forecast(model, monkeypatch, op
     keys = ["actor_rollout_ref.rollout.name=vllm", "trainer.device=cpu", *options]
     forecasted = forecast_of(model[0], *keys).resident["vLLM: KV cache, at most"]
     loaded = {"path": str(model[0]), "override_config": {}, "trust_remote_code": False}
-    spec = RolloutSpec(config_of(model[0], *keys), loaded, None, model[0], torch.device("cpu"))
+    spec = RolloutSpec(
+        config=config_of(model[0], *keys), model=loaded, tokenizer=None, tokenizer_path=model[0],
+        device=torch.device("cpu"),
+    )  # fmt: skip
     shape = LlamaConfig.from_pretrained(model[0])
     assert engine_arguments(spec, shape)["kv_cache_memory_bytes"] == forecasted == limit // 2 // processes
     of_four = server_arguments(spec, shape, ranks=1, engines=4)  # servers, which are in no pool
