@@ -285,12 +285,13 @@ class _Given:
         self.set(f"{key}.path", f"{type(model).__name__}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
         folder = self.load().trainer.default_local_dir  # which may be named after the model
         path = Path(folder, "model", self.values[f"{key}.path"]).expanduser().absolute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with run_lock(path.parent.parent):
-            if not path.exists():
-                with atomic_folder(path) as building:
-                    save_model(model, building)
-                    tokenizer.save_pretrained(building)
+        if not path.exists():  # a run in this folder may hold the lock: its model is there
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with run_lock(path.parent.parent):
+                if not path.exists():  # another process was first
+                    with atomic_folder(path) as building:
+                        save_model(model, building)
+                        tokenizer.save_pretrained(building)
         self.set(f"{key}.path", path)
         self.overrides.append({"trainer.default_local_dir": folder})
 
