@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from strop.data.loader import collate
-from strop.models.loader import end_token_ids
+from strop.models.folder import end_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf.engine import HFRollout
@@ -39,9 +39,8 @@ def answers(
     width = max(len(row["input_ids"]) for row in rows)
     prompts = collate(rows, pad_token_id=tokenizer.pad_token_id, max_prompt_length=width)
     seeds = torch.arange(len(rows) * n).view(len(rows), n)
-    rollout = HFRollout(
-        model, pad_token_id=tokenizer.pad_token_id, eos_token_ids=end_token_ids(model, tokenizer)
-    )
+    ends = end_token_ids(model.generation_config, tokenizer)
+    rollout = HFRollout(model, pad_token_id=tokenizer.pad_token_id, eos_token_ids=ends)
     request = DataProto({**prompts.batch, "seeds": seeds})
     samples = rollout.generate(request, SamplingParams(n=n, do_sample=do_sample, max_tokens=max_tokens))
     texts = [
