@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -309,7 +310,8 @@ def test_an_upload_is_retried_unless_the_disk_is_full(memory_fs, tmp_path, monke
     upload.submit(3, folder)
     with pytest.raises(CheckpointError, match=naming("global_step_3", type(error).__name__)):
         upload.close()
-    assert (len(tried), len(caplog.records)) == (tries, tries)
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert (len(tried), len(warned)) == (tries, tries)  # close may say that it waits
 
 
 def test_an_upload_with_a_file_that_arrives_short_is_retried(memory_fs, tmp_path, monkeypatch, caplog):
