@@ -34,6 +34,7 @@ back-end's module `keys`.
 strop train data.train_batch_size=64 trainer.logger=[console]    # overrides, in Hydra's grammar
 strop train --config-path conf --config-name mine    # conf/mine.yaml over the defaults, then overrides
 strop check --config-path conf --config-name mine    # sizes and every error; loads no model
+strop check --diff ...                               # also the keys that differ from the defaults
 strop keys lr                                        # keys with a word in their name or meaning
 ```
 
@@ -44,6 +45,8 @@ strop keys lr                                        # keys with a word in their
   is an error that names the nearest one of its section.
 - Numbers whose type shows no upper bound are ints of 32 bits, floats of float32's range, and at most 1,024
   processes.
+- `actor_rollout_ref.model.external_lib` names packages to import first, which register models or tokenizers
+  of your own with transformers.
 - A default such as `${data.max_prompt_length}` follows the key that it names until you set it.
 - A required key without a value is an error that says what to write.
 - Paths may begin with `~`, and model and data paths may be `hdfs://` or any other fsspec URL.
