@@ -78,7 +78,8 @@ def ray_session(forked_workers: None) -> None:
     """Start a Ray session, if none is left of the module before; see ``pytest_runtest_teardown``."""
     import ray
 
-    if not ray.is_initialized():
+    if not (_RAY_SESSION and ray.is_initialized()):
+        ray.shutdown()  # of a run's private cluster, which has as many places as that run needed
         ray.init(address="local", num_cpus=RAY_SLOTS, include_dashboard=False, logging_level="WARNING")
     _RAY_SESSION.append(True)
 
