@@ -105,11 +105,11 @@ class RemoteCheckpoints:
         that were not saved by time stay.
         """
         steps = sorted(self._steps(), reverse=True)
-        if by_time:
-            steps = [step for step in steps if not self.is_whole(step) or self._is_by_time(step)]
-        kept = [step for step in steps if step <= newest and self.is_whole(step)][:max_to_keep]
+        whole = [step for step in steps if self.is_whole(step)]
+        stay = [step for step in whole if by_time and not self._is_by_time(step)]
+        kept = [step for step in whole if step <= newest and step not in stay][:max_to_keep]
         for step in steps:
-            if step not in kept:
+            if step not in kept and step not in stay:
                 self._remove(name_of(step))
 
     def _is_by_time(self, step: int) -> bool:
