@@ -72,12 +72,12 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
     trains_policy: ClassVar[bool] = False
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"
-    _calibration: tuple[float, float] | None = None
+    _calibration: tuple[float | None, float | None] = None, None
     """Mean and standard deviation of the scores; None after an update, until the next evaluation."""
 
     def step(self, batch: DataProto) -> dict[str, float]:
         """See ``SupervisedTrainer``; the worker removes the calibration."""
-        self._calibration = None
+        self._calibration = None, None
         return super().step(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,8 +86,7 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if (found := state.get("calibration")) is not None:
-            self._calibrate(*found)
+        self._calibrate(*state.get("calibration", (None, None)))
 
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return metrics of all pairs; the mean score becomes the model's offset."""
@@ -103,7 +102,7 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
         self._calibrate(metrics["score_mean"], metrics["score_std"])
         return metrics
 
-    def _calibrate(self, mean: float, std: float) -> None:
+    def _calibrate(self, mean: float | None, std: float | None) -> None:
         self._calibration = mean, std
         self.group.calibrate(mean, std)
 
