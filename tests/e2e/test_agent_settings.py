@@ -101,7 +101,7 @@ def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, t
     keys = (*SMALL, *SETTINGS[name], "trainer.save_freq=1", "trainer.total_training_steps=10")
     agent_programs.patience(inputs, 60.0)
     digests = []
-    for run, n_kills in ((tmp_path / "undisturbed", 0), (tmp_path / "run", 6)):
+    for run, n_kills in ((tmp_path / "undisturbed", 0), (tmp_path / "run", 4)):
         lookup_task.delay(inputs, 0.3 if n_kills else 0.0)
         options = agent_programs.of_program(lookup_task.options(inputs, run, *keys), inputs, program)
         draw, log = random.Random(name), tmp_path / "log"
