@@ -67,6 +67,85 @@ def test_the_parser_follows_from_what_the_template_writes(name):
     assert find_parser(name, tokenizer, {}, [], pytest.fail)(said, "", TOOLS).calls == turn.calls
 
 
+TYPES = {
+    "word": {"type": "string"},
+    "a": {"type": "integer"},
+    "xs": {"type": "array"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "id": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    "flag": {"type": "boolean"},
+    "any": {},
+}
+TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": TYPES}}}]
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        ("word", "17", "17"),
+        ("word", "null", "null"),
+        ("word", '{"a": 1}', '{"a": 1}'),
+        ("word", '"q"', '"q"'),
+        ("word", "    return x\n\n", "    return x\n\n"),
+        ("a", "17", 17),
+        ("xs", "[1, 2]", [1, 2]),
+        ("maybe", "null", None),
+        ("maybe", "17", "17"),
+        ("id", "007", "007"),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("any", '{"a": 1}', {"a": 1}),
+        ("any", "x y", "x y"),
+    ],
+)
+def test_the_schema_types_what_stands_between_tags(key, written, read):
+    for name, text in {
+        "qwen_coder": f"<tool_call>\n<function=f>\n<parameter={key}>\n{written}\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm": f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>",
+    }.items():
+        turn = find_parser(name, None, {}, [], pytest.fail)(text, "", TYPED)
+        assert turn.malformed == ""
+        assert turn.calls[0].arguments == {key: read}
+        assert type(turn.calls[0].arguments[key]) is type(read)
+
+
+@pytest.mark.parametrize(("value", "read"), [('"007"', "007"), ("7", 7)])
+def test_a_json_string_that_fits_stays_a_string(value, read):
+    said = f'<tool_call>{{"name": "f", "arguments": {{"id": {value}, "a": "5"}}}}</tool_call>'
+    turn = find_parser("hermes", None, {}, [], pytest.fail)(said, "", TYPED)
+    assert turn.calls[0].arguments == {"id": read, "a": 5}
+
+
+def test_an_argument_without_its_end_makes_a_turn_malformed():
+    parse = find_parser("qwen_coder", None, {}, [], pytest.fail)
+    for rest in ("", "<parameter=a>\n1\n</parameter>\n"):
+        turn = parse(
+            f"<tool_call>\n<function=f>\n<parameter=word>\n5\n{rest}</function>\n</tool_call>", "", TYPED
+        )
+        assert not turn.calls
+        assert "'word' has no end" in turn.malformed
+    parse = find_parser("glm", None, {}, [], pytest.fail)
+    turn = parse("<tool_call>f\n<arg_key>word</arg_key>\n<arg_value>5\n</tool_call>", "", TYPED)
+    assert "'word' has no end" in turn.malformed
+
+
+@pytest.mark.parametrize("rest", [{"additionalProperties": {"type": "string"}}, {"oneOf": [{"$ref": "#/x"}]}])
+def test_a_tool_may_take_arguments_that_its_schema_does_not_name(rest):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **rest}}}]
+    said = '<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>'
+    assert find_parser("hermes", None, {}, [], pytest.fail)(said, "", tools).calls[0].arguments == {"x": "1"}
+
+
+def test_calls_of_a_list_may_have_lists_of_named_things():
+    people = '{"name": "f", "arguments": {"xs": [{"name": "a"}, {"name": "b"}]}}'
+    parse = find_parser("mistral_list", None, {}, [], pytest.fail)
+    for count in (1, 2):
+        turn = parse(f"[TOOL_CALLS] [{', '.join([people] * count)}]", "", TYPED)
+        assert turn.malformed == ""
+        assert [call.arguments["xs"][1]["name"] for call in turn.calls] == ["b"] * count
+
+
 def test_a_template_without_calls_names_the_parsers():
     with pytest.raises(ModelError, match=r"environment\.parser to one of hermes"):
         find_parser("auto", _tokenizer(""), {}, ["<|im_end|>"], pytest.fail)

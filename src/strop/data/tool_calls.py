@@ -57,12 +57,17 @@ _TO_FUNCTION = (
 )
 
 
+_RAW = "xml-inline"
+"""transformers' name of a content whose values stand between tags, as they are."""
+
+
 def _tags(before: str, after: str) -> dict[str, Any]:
-    """Return the fields of calls whose arguments stand between tags."""
-    # to the end without ``after``, which no later tag has either: each would be read to the end, too
-    pattern = rf"{before}(?P<value>(?:(?!{after}).)*+)(?:{after}|(*SKIP)(*FAIL))"
-    values = {"tag_pattern": pattern, "value_parser": {"name": "json", "args": {"allow_non_json": True}}}
-    return {"content": "xml-inline", "content_args": values, "transform": _NAMED}
+    """Return the fields of calls whose arguments stand between tags; values have the end tag."""
+    values = {
+        "tag_pattern": rf"{before}(?P<value>(?:(?!{after}).)*+(?:{after}|$))",
+        "value_parser": {"name": "text", "args": {"strip": False}},
+    }
+    return {"content": _RAW, "content_args": values, "transform": _NAMED}
 
 
 NOTATIONS: dict[str, dict[str, Any]] = {
@@ -100,9 +105,9 @@ NOTATIONS: dict[str, dict[str, Any]] = {
     ),
     "mistral_list": _notation(
         {
-            "open_pattern": r"\[TOOL_CALLS\]\s*\[(?=\{)|(?<=\}),\s*(?=\{\"name\")",
-            "close_pattern": r"(?=,\s*\{\"name\")|\]\s*$",
-            **_WHOLE,
+            "open_pattern": r"\[TOOL_CALLS\]\s*(?=\[\s*\{)",
+            "close_pattern": "$",
+            "content": "json",
         },
         thinking=None,
     ),
@@ -125,6 +130,11 @@ NOTATIONS: dict[str, dict[str, Any]] = {
     ),
 }
 """Name -> response template."""
+_TAGS = {
+    "qwen_coder": (r"\n<parameter=[^<>\n]+>", r"\n?</parameter>"),
+    "glm": (r"<arg_key>[^<]+</arg_key>\s*<arg_value>", "</arg_value>"),
+}
+"""Name -> beginning and end of an argument, of those whose arguments stand between tags."""
 PYTHONIC = "pythonic"
 """Calls in Python's notation, ``[look_up(word="x")]``, alone or between the tokens of LFM2."""
 
@@ -152,7 +162,7 @@ def find_parser(
             return _reading({**own, "start_anchor": _START})
         return _reading_back(tokenizer, options, stops)
     if name in NOTATIONS:
-        return _reading(NOTATIONS[name])
+        return _reading(NOTATIONS[name], _TAGS.get(name))
     if name == PYTHONIC:
         return _calling(_pythonic)
     if ".py:" in name:
@@ -169,7 +179,7 @@ def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[st
     tools = [{"type": "function", "function": schema}]
     call = Call("look_up", {"word": "w 1é"})
     hello, found = [{"role": "user", "content": "Hi"}], ""
-    parsers = {name: _reading(template) for name, template in NOTATIONS.items()}
+    parsers = {name: _reading(template, _TAGS.get(name)) for name, template in NOTATIONS.items()}
     parsers[PYTHONIC] = _calling(_pythonic)
     for as_text in (False, True):
         # templates raise anything
@@ -200,21 +210,76 @@ def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[st
     )
 
 
-def _reading(template: Mapping[str, Any]) -> Parser:
-    """Return a parser by a response template."""
+def _reading(template: Mapping[str, Any], tags: tuple[str, str] | None = None) -> Parser:
+    """Return a parser by a response template; ``tags``: beginning and end of each of its arguments."""
     from transformers.utils.chat_parsing import parse_response  # seconds
+
+    is_raw = template["fields"].get("tool_calls", {}).get("content") == _RAW
 
     def parse(text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
         opened = "<think>" if opens_thinking(prompt_end) else ""
-        known: Any = list(tools) or None  # whose types values in tags are cast to
         try:
-            found = parse_response(text, dict(template), prefix=_START + opened, tools=known)
-            calls = [_call_of(call) for call in found.get("tool_calls") or []]
+            # without the tools: transformers makes "007" of the types string or integer a 7
+            found = parse_response(text, dict(template), prefix=_START + opened)
+            answered = found.get("tool_calls") or []
+            if answered and isinstance(answered[0], list):  # a list for the whole turn
+                answered = [call for calls in answered for call in calls]
+            calls = [_call_of(call) for call in answered]
+            for name, arguments in calls:
+                if tags:
+                    arguments.update(_without_tags(arguments, *tags))
+                known = _properties(tools, name)
+                arguments.update(
+                    (key, _cast(value, known.get(key, {}), is_raw=is_raw))
+                    for key, value in arguments.items()
+                    if isinstance(value, str)
+                )
         except (ValueError, TypeError, RecursionError) as error:
             return Turn(text, malformed=f"the call cannot be read: {_reason(error)}", content=text)
         return _checked(text, found.get("content", ""), calls, tools)
 
     return parse
+
+
+def _without_tags(values: Mapping[str, str], begin: str, end: str) -> dict[str, str]:
+    """Return the values without their end tags; ``ValueError`` for one that has none."""
+    found = {}
+    for key, value in values.items():
+        own = re.fullmatch(rf"(.*?){end}", value, re.DOTALL)
+        if own is None or re.search(begin, value):  # one without its end reaches to that of a later one
+            raise ValueError(f"the argument {key!r:.80} has no end")
+        found[key] = own[1]
+    return found
+
+
+def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """Return the schemas of the arguments of a tool; of an unknown one none."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool["function"].get("parameters", {}).get("properties") or {}
+    return {}
+
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _cast(text: str, schema: Mapping[str, Any], *, is_raw: bool) -> Any:
+    """Return an argument that stands as text, as the value that its schema takes.
+
+    ``is_raw``: nothing but the schema says what is a text, which then stays as it is written.
+    """
+    types, word = _types_of(schema), text.strip()
+    if is_raw and "null" in types and word in ("null", "None"):
+        return None
+    if _fits(text, schema) and (types or not is_raw):
+        return text
+    # what models write in place of JSON's values; last a text without the blanks around it, of an enumeration
+    loose = (lambda word: _WORDS[word.lower()], int, float, str) if types or "enum" in schema else ()
+    for read in (json.loads, *loose):
+        with contextlib.suppress(ValueError, LookupError, RecursionError):
+            if _fits(value := read(word), schema):
+                return value
+    return text
 
 
 def _calling(function: Callable[[str], Any]) -> Parser:
@@ -258,7 +323,7 @@ def _reason(error: Exception) -> str:
 
 def _call_of(call: Any) -> tuple[str, dict[str, Any]]:
     """Return name and arguments; ``ValueError`` if they are none."""
-    function = call.get("function") if isinstance(call, dict) else None
+    function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("expected an object with name and arguments")
     arguments = function.get("arguments", function.get("parameters"))
@@ -305,7 +370,8 @@ def _checked(
             return Turn(text, malformed=found, content=content)
         properties = schemas[name].get("properties", {})
         required = schemas[name].get("required", [])
-        problems = [f"it has no argument {key!r:.80}" for key in arguments if key not in properties]
+        unknown = () if _is_open(schemas[name]) else arguments.keys() - properties.keys()
+        problems = [f"it has no argument {key!r:.80}" for key in arguments if key in unknown]
         problems += [f"the argument {key!r} is missing" for key in required if key not in arguments]
         try:  # lone surrogates, sets, NaN, and what is nested too deeply reach neither a process nor a file
             pickle.dumps(json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode() and arguments)
@@ -320,6 +386,12 @@ def _checked(
             expected = ", ".join(f"{key}: {_type_in_words(known)}" for key, known in properties.items())
             return Turn(text, malformed=f"{name}({expected}): {'; '.join(problems)}", content=content)
     return Turn(text, tuple(Call(*call) for call in calls), content=content)
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    """Return True if a tool takes arguments that its ``properties`` do not name."""
+    others = ("patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+    return schema.get("additionalProperties", False) is not False or any(schema.get(one) for one in others)
 
 
 def require_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
