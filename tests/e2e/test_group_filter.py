@@ -40,8 +40,43 @@ def test_groups_differ_in_the_score_or_in_a_part():
     assert differing_groups(batch, 2, "rule").tolist() == [True, False]
     assert differing_groups(batch, 2, "acc").tolist() == [True, False]
     assert differing_groups(batch, 2, "length").tolist() == [False, False]
-    with pytest.raises(RewardError, match=naming("metric=other", "score, rule, length")):
-        differing_groups(batch, 2, "other")
+    assert differing_groups(batch, 2, "other").tolist() == [False, False]
+
+
+def _added(groups, found, **metrics):
+    found.meta_info |= {"reward_metrics": {}, **metrics}
+    groups.add(Samples(found))
+
+
+def test_a_batch_to_which_the_part_does_not_apply_is_left_out():
+    groups = GroupFilter(SimpleNamespace(metric="acc", max_num_gen_batches=10), size=1, n=2)
+    for _ in range(2):
+        _added(groups, scored([0.0, 1.0], reward_model=[0.0, 1.0]))
+    assert not groups.is_full
+    _added(groups, scored([0.0, 1.0], rule=[0.0, 1.0]))
+    assert groups.take().batch.meta_info["reward_metrics"]["filter/kept_groups"] == 1 / 3
+    for _ in range(9):  # of a run that has had the part
+        _added(groups, scored([0.0, 1.0], reward_model=[0.0, 1.0]))
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(0, 3), (10, 3), (1, 1)])
+def test_a_part_that_no_reward_has_is_an_error(limit, batches):
+    groups = GroupFilter(SimpleNamespace(metric="other", max_num_gen_batches=limit), size=1, n=2)
+    for _ in range(batches - 1):
+        _added(groups, scored([0.0, 1.0], rule=[0.0, 1.0], length=[1.0, 2.0]))
+    with pytest.raises(RewardError, match=naming("metric=other", "score, length, rule")):
+        _added(groups, scored([0.0, 1.0], rule=[0.0, 1.0], length=[1.0, 2.0]))
+
+
+def test_metrics_of_greedy_responses_are_those_of_the_batches():
+    groups = GroupFilter(SimpleNamespace(metric="score", max_num_gen_batches=0), size=1, n=2)
+    for mean in (1.0, 3.0):
+        greedy = {"greedy_reward/rule/mean": mean, "greedy_reward/errors": 1.0}
+        _added(groups, scored([0.0, 1.0]), greedy_reward_metrics=greedy)
+    found = groups.take().batch.meta_info["greedy_reward_metrics"]
+    assert found == {"greedy_reward/rule/mean": 2.0, "greedy_reward/errors": 2.0}
+    _added(groups, scored([0.0, 1.0]), greedy_reward_metrics={"greedy_reward/rule/mean": 9.0})
+    assert groups.take().batch.meta_info["greedy_reward_metrics"] == {"greedy_reward/rule/mean": 9.0}
 
 
 def test_scores_that_the_advantages_take_as_equal_do_not_differ():
