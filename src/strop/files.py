@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -62,6 +63,20 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Replace the file by ``text`` (UTF-8) in one step."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def take_usual_mode(path: Path) -> None:
+    """Give a file the permissions of a new one, by the umask or the folder's access list.
+
+    safetensors writes a temporary file, which its owner alone may read, and renames it.
+    """
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        new.touch()
+        with contextlib.suppress(OSError):  # of a mount without permissions
+            path.chmod(new.stat().st_mode & 0o777)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm, defer_scorer
-from strop.models.folder import end_token_ids, generation_config_of
+from strop.models.folder import end_token_ids, generation_config_of, load_model_config
 from strop.models.loader import (
     hidden_token_ids,
     load_causal_lm,
@@ -23,6 +23,7 @@ from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 from strop.models.source import write_config
 
+import picture_models
 import tiny_model
 from builders import random_samples
 from messages import naming
@@ -118,6 +119,27 @@ def test_dropout_is_off_and_overrides_are_applied(tmp_path):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     loaded = load_causal_lm(tmp_path, override_config={"embd_pdrop": 0.5})
     assert (loaded.config.resid_pdrop, loaded.config.attn_pdrop, loaded.config.embd_pdrop) == (0, 0, 0.5)
+
+
+def test_an_override_is_laid_over_a_configuration_inside(tmp_path):
+    picture_models.make("qwen2_5_vl", tmp_path)
+    plain = load_model_config(tmp_path)
+    found = load_model_config(tmp_path, override_config={"text_config": {"attention_dropout": 0.1}})
+    assert type(found.text_config) is type(plain.text_config)
+    assert found.text_config.to_dict() == plain.text_config.to_dict() | {"attention_dropout": 0.1}
+
+
+def test_an_override_of_the_rope_names_its_base(tmp_path):
+    families.model("Llama").save_pretrained(tmp_path)
+    yarn = {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(ModelError, match=naming("override_config.rope_scaling", "'rope_theta': 10000.0")):
+        load_model_config(tmp_path, override_config={"rope_scaling": yarn})
+    with pytest.raises(
+        ModelError, match=naming("override_config.rope_theta", "override_config.rope_parameters")
+    ):
+        load_model_config(tmp_path, override_config={"rope_theta": 5e5})
+    found = load_model_config(tmp_path, override_config={"rope_scaling": {**yarn, "rope_theta": 5e5}})
+    assert found.rope_parameters == {**yarn, "rope_theta": 5e5}
 
 
 def test_weights_are_float32_whatever_the_file_holds(folder, tmp_path):

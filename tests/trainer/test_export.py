@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,6 +226,37 @@ def test_an_export_has_the_values_of_its_source(source, tmp_path):
     assert config == expected
     dtypes = {w.dtype for w in load_file(tmp_path / "other/model.safetensors").values()}
     assert dtypes == {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("rope", ["rope_parameters", "rope_scaling"])
+def test_an_overridden_rope_is_that_of_the_export(source, tmp_path, rope):
+    """transformers takes the older names first, which the source's file has."""
+    values = json.loads((source / "config.json").read_text())
+    before = values.pop("rope_parameters")
+    values |= {"rope_theta": before["rope_theta"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (source / "config.json").write_text(json.dumps(values))
+    same, tokenizer = load_engine(source)
+    same.export(tmp_path / "same", tokenizer)
+    assert json.loads((tmp_path / "same/config.json").read_text()) == values
+    yarn = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    engine, tokenizer = load_engine(source, override_config={rope: yarn})
+    engine.export(tmp_path / "out", tokenizer)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.rope_parameters
+    assert {name: found[name] for name in yarn} == yarn
+
+
+def test_weights_are_readable_as_other_new_files_are(source, tmp_path):
+    engine, tokenizer = load_engine(source)
+    for mask in (0o022, 0o007):
+        before = os.umask(mask)
+        try:
+            engine.export(tmp_path / f"out{mask}", tokenizer)
+            out = export(tmp_path / f"out{mask}", tmp_path / f"half{mask}", dtype="bfloat16")
+        finally:
+            os.umask(before)
+        for folder in (tmp_path / f"out{mask}", out):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+            assert modes["model.safetensors"] == modes["config.json"] == 0o666 & ~mask
 
 
 def folder_content(folder: Path) -> dict[str, bytes]:

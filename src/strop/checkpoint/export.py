@@ -29,11 +29,13 @@ from strop.config.paths import (
 )
 from strop.data.hub import local_model
 from strop.engines.torch.export import export_from_shards, write_model
-from strop.errors import CheckpointError, ConfigError, raised_as
+from strop.errors import CheckpointError, ConfigError, StropError, raised_as
+from strop.files import take_usual_mode
 from strop.manifest import MANIFEST, covering, describe, remedy_of, require_unchanged, write
 from strop.models.checkpoint_layout import CheckpointLayout
-from strop.models.deferred import defer_causal_lm, defer_scorer
+from strop.models.deferred import defer_causal_lm, defer_scorer, described
 from strop.models.folder import load_tokenizer
+from strop.models.loader import persistent_buffers
 from strop.models.lora import Adapters, LoraSettings, base_of
 from strop.models.source import set_dtype, source_of, write_config, write_tokenizer
 
@@ -167,23 +169,34 @@ def _require_role(where: str, role: str, found: set[str]) -> None:
 
 
 def _convert(folder: Path, dtype: str) -> None:
-    """Rewrite floating-point weights in ``dtype``; integers stay as they are."""
-    total_size = 0
+    """Rewrite floating-point weights in ``dtype``; integers and buffers, which decide a routing, stay."""
+    total_size, kept = 0, set() if is_adapter(folder) else _buffers(folder)
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         converted = {
-            name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+            name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() and name not in kept else tensor
             for name, tensor in tensors.items()
         }
         save_file(converted, path, metadata=metadata)
+        take_usual_mode(path)
         total_size += sum(tensor.nbytes for tensor in converted.values())
     index = folder / SAFETENSORS_INDEX
     if index.is_file():
-        content = json.loads(index.read_text())
+        content = json.loads(index.read_bytes())
         content["metadata"]["total_size"] = total_size
         index.write_text(json.dumps(content, indent=2) + "\n")
     if is_adapter(folder):
         return
     set_dtype(folder, DTYPES[dtype])
+
+
+def _buffers(folder: Path) -> set[str]:
+    """Return the names of a model's buffers in its files; none of one that cannot be built here."""
+    try:
+        model = described(folder)
+    except (StropError, LookupError, TypeError):  # a model's own code, a file without architectures
+        return set()
+    layout = CheckpointLayout(model)
+    return {layout.renamed(name) for name, _ in persistent_buffers(model)}

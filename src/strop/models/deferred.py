@@ -128,7 +128,7 @@ def defer_scorer(
 
 def described(folder: Path) -> PreTrainedModel:
     """Build the model of a folder, which may have no weights, on the meta device."""
-    architectures = json.loads((folder / "config.json").read_text())["architectures"]
+    architectures = json.loads((folder / "config.json").read_bytes())["architectures"]
     scores = architectures[0].endswith("ForSequenceClassification")
     return _without_weights(folder, **({"num_labels": 1} if scores else {}))
 

@@ -6,7 +6,6 @@ Configurations have no dropout; tokenizers pad on the left.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from strop.config.names import is_installed
 from strop.config.paths import gguf_files, reason_no_model, weight_map
 from strop.errors import ConfigError, MissingExtraError, ModelError, did_you_mean, raised_as
 from strop.files import read_json
@@ -50,7 +50,7 @@ def locate(path: str | Path) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": str(path)}
     (file,) = gguf_files(path)
     for package in ("gguf", "accelerate"):  # transformers reads GGUF with both
-        if importlib.util.find_spec(package) is None:
+        if not is_installed(package):
             raise MissingExtraError(package, "gguf", f"the GGUF model {file.name}")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
@@ -127,7 +127,7 @@ def _require_sizes(config: PretrainedConfig, path: str | Path) -> None:
     Transformers would take the defaults of the family. Configurations with parts leave them out on purpose.
     """
     text, file = config.get_text_config(decoder=True), Path(path) / "config.json"
-    written = json.loads(file.read_text()) if text is config and file.is_file() else None
+    written = json.loads(file.read_bytes()) if text is config and file.is_file() else None
     for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", *_FURTHER_SIZES):
         value = getattr(text, name, None)
         names = {name, text.attribute_map.get(name, name)}
@@ -141,27 +141,54 @@ def _require_sizes(config: PretrainedConfig, path: str | Path) -> None:
             )
 
 
+OLD_ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+"""Keys of ``config.json`` that are one in transformers 5: ``rope_parameters``."""
+
+
 def load_model_config(
     path: str | Path, *, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """Load the model's configuration with every dropout at 0, then apply ``override_config``.
 
-    Configurations inside it, such as ``text_config``, have their dropouts at 0 as well.
+    Configurations inside it, such as ``text_config``, have their dropouts at 0 as well, and an override of
+    one of them is laid over its values.
     """
     config = read_config(path, trust_remote_code)
     for part in config_parts(config):
         for key, value in list(part.to_dict().items()):
             if is_dropout(key, value):
                 setattr(part, key, 0.0)
-    for key, value in (override_config or {}).items():
-        if not hasattr(config, key) and not trust_remote_code:  # a model's own code may read any key
-            raise ModelError(
-                f"override_config.{key}: the configuration of the model {path} ({type(config).__name__}) has "
-                f"no such key, so it would have no effect{did_you_mean(key, config.to_dict())}"
-            )
-        with raised_as(ModelError, f"override_config.{key}={value!r}: {path} does not take it"):
-            setattr(config, key, value)
+    _override(config, override_config or {}, f"{path}", "override_config", trust_remote_code)
     return config
+
+
+def _override(
+    config: PretrainedConfig, values: Mapping[str, Any], path: str, where: str, trust_remote_code: bool
+) -> None:
+    """Lay ``values`` over a configuration, and over those inside it; ``ModelError`` for unknown keys."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for name, value in values.items():
+        now, key = getattr(config, name, None), f"{where}.{name}"
+        if isinstance(now, PretrainedConfig) and isinstance(value, Mapping):
+            _override(now, value, path, key, trust_remote_code)
+            continue
+        if not hasattr(config, name) and not trust_remote_code:  # a model's own code may read any key
+            advice = did_you_mean(name, config.to_dict())
+            if name in OLD_ROPE and rope:
+                advice = f"; it is a part of {where}.rope_parameters, here {rope}"
+            raise ModelError(
+                f"{key}: the configuration of the model {path} ({type(config).__name__}) has no such key, so "
+                f"it would have no effect{advice}"
+            )
+        is_rope = name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping)
+        if is_rope and not any(isinstance(part, Mapping) for part in value.values()):
+            wanted = ("rope_theta", "partial_rotary_factor")
+            if missing := {one: rope[one] for one in wanted if one in rope and one not in value}:
+                raise ModelError(
+                    f"{key}={value}: it takes the place of {rope}; add {missing}, or other values"
+                )
+        with raised_as(ModelError, f"{key}={value!r}: {path} does not take it"):
+            setattr(config, name, value)
 
 
 def generation_config_of(

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, is_url
 from strop.errors import ConfigError, MissingExtraError, ModelError, raised_as
+from strop.files import take_usual_mode
 from strop.models.deferred import Weights
 from strop.models.heads import encoder_modules
 
@@ -220,6 +221,7 @@ class Adapters:
             for key in self._whole.get(name, [name])  # peft expects a tied one under all its names
         }
         save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        take_usual_mode(folder / ADAPTER_WEIGHTS)
 
 
 def _new_config(peft: Any, settings: LoraSettings, model: PreTrainedModel) -> Any:
@@ -417,7 +419,7 @@ def base_of(folder: Path) -> tuple[str, bool]:
 
     Raises ``ModelError`` for a URL: an adapter from elsewhere would choose what is downloaded.
     """
-    content = json.loads((folder / ADAPTER_CONFIG).read_text())
+    content = json.loads((folder / ADAPTER_CONFIG).read_bytes())
     base = str(content.get("base_model_name_or_path") or "")
     if is_url(base):
         raise ModelError(

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.config.paths import safetensors_files
-from strop.models.folder import config_parts, generation_config_of, is_dropout
+from strop.files import take_usual_mode
+from strop.models.folder import OLD_ROPE, config_parts, generation_config_of, is_dropout
 from strop.models.transformers_private import save_custom_code
 
 _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
@@ -43,7 +44,7 @@ class Source:
     def read(cls, folder: Path, config: PretrainedConfig) -> Source:
         """Return the source with the ``config`` that was read from ``folder``, and that nothing changes."""
         file = folder / "config.json"
-        values = json.loads(file.read_text()) if file.is_file() else {}
+        values = json.loads(file.read_bytes()) if file.is_file() else {}
         named: Any = config.dtype or config.get_text_config().dtype
         return cls(folder, config, values, named or _dtype_of_weights(folder))
 
@@ -60,6 +61,9 @@ class Source:
             return json.loads(found.to_json_string())
         now, before = (json.loads(part.to_json_string(use_diff=False)) for part in (found, self.config))
         kept = {key: value for key, value in self.values.items() if key in now or key not in before}
+        if now.get("rope_parameters") != before.get("rope_parameters"):
+            for name in OLD_ROPE - now.keys():  # older names, which transformers would take first
+                kept.pop(name, None)
         return kept | {key: value for key, value in now.items() if key not in before or value != before[key]}
 
 
@@ -102,26 +106,29 @@ def _write_generation(folder: Path, generation: GenerationConfig) -> None:
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write a model of a program as ``save_pretrained`` does, with any generation configuration."""
     own = getattr(model, "generation_config", None)
-    if own is None or not model.can_generate():
-        model.save_pretrained(folder)
-        return
-    model.generation_config = type(own)()
+    generates = own is not None and model.can_generate()
+    if generates:
+        model.generation_config = type(own)()
     try:
         model.save_pretrained(folder)
     finally:
-        model.generation_config = own
-    _write_generation(folder, own)
+        if generates:
+            model.generation_config = own
+    for file in safetensors_files(folder):
+        take_usual_mode(file)
+    if generates:
+        _write_generation(folder, own)
 
 
 def dtype_of(folder: Path) -> torch.dtype:
     """Return the dtype that a folder's ``config.json`` names."""
-    values = json.loads((folder / "config.json").read_text())
+    values = json.loads((folder / "config.json").read_bytes())
     return getattr(torch, values.get("dtype") or values.get("torch_dtype") or "float32")
 
 
 def set_dtype(folder: Path, dtype: torch.dtype, values: dict[str, Any] | None = None) -> None:
     """Write ``values`` to a folder's ``config.json`` (None: those that it has), with this dtype."""
-    values = values or json.loads((folder / "config.json").read_text())
+    values = values or json.loads((folder / "config.json").read_bytes())
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # of transformers before 4.56
     values[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -137,7 +144,7 @@ def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         raise OSError(str(error)) from error  # of a write of the tokenizers package
     source = Path(tokenizer.name_or_path)
     if not tokenizer.name_or_path or not (source / _TOKENIZER).is_file():  # of a GGUF file, for example
-        values = json.loads((folder / _TOKENIZER).read_text())
+        values = json.loads((folder / _TOKENIZER).read_bytes())
         kept = {key: value for key, value in values.items() if key not in ("is_local", "local_files_only")}
         (folder / _TOKENIZER).write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
         return

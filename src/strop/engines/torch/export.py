@@ -24,6 +24,7 @@ from strop.config.paths import SAFETENSORS_INDEX
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError, ModelError, raised_as
+from strop.files import take_usual_mode
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import described
 from strop.models.loader import no_progress_bars, persistent_buffers
@@ -70,6 +71,7 @@ def write_weights(
                 name, tensor = next(incoming)
                 content[name] = tensor.cpu().contiguous()
             save_file(content, folder / file, metadata={"format": "pt"})
+            take_usual_mode(folder / file)
             weight_map.update(dict.fromkeys(content, file))
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
