@@ -266,6 +266,10 @@ def test_the_steps_of_a_supervised_run_count_the_last_smaller_batch():
     ("overrides", "parts"),
     [
         ([f"{ROLLOUT}.do_sample=False"], [f"{ROLLOUT}.do_sample=False"]),
+        (
+            [f"{ROLLOUT}.do_sample=False", f"{ROLLOUT}.temperature=1", f"{ACTOR}.rollout_is=token"],
+            [f"{ROLLOUT}.do_sample=False"],
+        ),
         ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_p"]),
         ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], [f"{ROLLOUT}.top_p and {ROLLOUT}.top_k"]),
         ([f"{ROLLOUT}.val_kwargs.n=2"], [f"{ROLLOUT}.val_kwargs.n=2"]),

@@ -39,7 +39,7 @@ TURNS = {
 REWARDS = {
     *("custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"),
     "reward_model.sees",
-    *(f"reward_model.judge.{name}" for name in ("model", "rubric", "scale")),
+    *(f"reward_model.judge.{name}" for name in ("model", "rubric", "scale", "temperature")),
     *("reward_model.model.input_tokenizer", "reward_model.model.path", "reward_model.reward_manager"),
     *("reward_model.reward_kwargs", "reward_model.parts", "reward_model.non_stop_penalty"),
     *("reward_model.penalty_reward_value", "reward_model.min_response_length"),

@@ -410,3 +410,15 @@ def test_a_name_that_no_file_system_takes_is_an_error_without_a_traceback():
             expand(f"runs/{name}")
     assert is_url("s3://bucket/x")
     assert not is_url("/local/x")
+
+
+@pytest.mark.parametrize("name", ["own.yml", "own.conf"])
+def test_a_file_of_any_name_is_read(tmp_path, name):
+    (tmp_path / "part.yaml").write_text("data: {max_prompt_length: 77}\n")
+    (tmp_path / name).write_text("defaults: [part, _self_]\ntrainer: {total_epochs: 3}\n")
+    for options in ({"config_path": tmp_path / name}, {"config_path": tmp_path, "config_name": name}):
+        config = load_config(**options)
+        assert (config.trainer.total_epochs, config.data.max_prompt_length) == (3, 77)
+    assert name.endswith(".conf") or any(
+        name in str(line) for line in problems_of(config_path=tmp_path, config_name="x")
+    )

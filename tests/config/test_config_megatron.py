@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from strop.config import backends
 from strop.config.identity import decides_what_is_trained
 from strop.config.keys import all_keys
 from strop.config.load import load_config
@@ -22,7 +22,7 @@ MEGATRON = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=8", "trainer.
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=name))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_experts_must_divide_and_the_forecast_counts_whose_they_are(valid, insta
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, report):
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert any(mentions(line, "strop[megatron]") for line in report(*MEGATRON).errors)
 
 

@@ -94,7 +94,7 @@ def test_more_than_one_process_runs_on_ray(overrides, expected):
 
 @pytest.mark.parametrize("overrides", [[], ["trainer.worker_group=local"]])
 def test_several_processes_without_ray_are_an_error(monkeypatch, overrides):
-    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (found,) = processes.worker_group(load_config(["trainer.n_gpus_per_node=2", *overrides]))
     assert found.level == "error"
     assert mentions(found.text, "2", *(overrides or ["Ray", "'strop[ray]'"]))

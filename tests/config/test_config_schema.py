@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from omegaconf import OmegaConf
 from pydantic import ValidationError
@@ -7,6 +9,7 @@ from pydantic import ValidationError
 from strop.config.derived import written_paths
 from strop.config.keys import nearest_key
 from strop.config.load import load_config
+from strop.config.names import is_installed
 from strop.config.schema import Config
 from strop.config.trees import PPO
 from strop.errors import ConfigError
@@ -117,3 +120,12 @@ def test_no_key_of_another_section_is_proposed(key):
         load_config([f"{key}=1"])
     assert "did you mean" not in str(caught.value)
     assert mentions(str(caught.value), key)
+
+
+def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
+    """wandb leaves a folder ``wandb`` where a run was started."""
+    (tmp_path / "no_such_tracker" / "run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.util.find_spec("no_such_tracker") is not None
+    assert not is_installed("no_such_tracker")
+    assert is_installed("json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -26,7 +27,9 @@ VLLM = (f"{ROLLOUT}.name=vllm", "trainer.device=cpu")
 def vllm_is_installed(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else find(name, *more)
+        importlib.util,
+        "find_spec",
+        lambda name, *more: ModuleSpec(name, None, origin=name) if name == "vllm" else find(name, *more),
     )
 
 
@@ -117,6 +120,14 @@ MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=flo
         ),
         (rules, ("trainer.async_steps=1", f"{ROLLOUT}.stop=[x]"), None),
         (rules, ("trainer.async_steps=4", f"{ROLLOUT}.min_tokens=3"), None),
+        (rules, (f"{ROLLOUT}.temperature=2.5",), [f"{ROLLOUT}.temperature=2.5", "2 at most"]),
+        (rules, (f"{ROLLOUT}.temperature=2.5", f"{ROLLOUT}.do_sample=False"), None),
+        (
+            rules,
+            (f"{ROLLOUT}.val_kwargs.temperature=3", f"{ROLLOUT}.val_kwargs.do_sample=True"),
+            [f"{ROLLOUT}.val_kwargs.temperature=3"],
+        ),
+        (rules, (f"{ROLLOUT}.min_tokens=513", "data.max_response_length=512"), ["min_tokens=513", "512"]),
         (
             rules,
             (f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=512"),
@@ -236,7 +247,7 @@ def test_hf_refuses_what_only_vllm_samples(key, value):
     ],
 )
 def test_small_models_on_a_cpu_are_sampled_without_vllm(monkeypatch, tmp_path, gpus, size, device, engine):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *module: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: ModuleSpec(name, None, origin=name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(size)  # takes no space
@@ -247,7 +258,7 @@ def test_small_models_on_a_cpu_are_sampled_without_vllm(monkeypatch, tmp_path, g
 
 
 def test_a_gguf_model_is_sampled_without_vllm(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *module: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: ModuleSpec(name, None, origin=name))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model.gguf", "elsewhere/model.gguf"):
         config = load_config([f"actor_rollout_ref.model.path={path}", "trainer.device=cuda"])
@@ -265,14 +276,22 @@ def test_without_vllm_the_error_names_it(monkeypatch):
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
 def test_the_engine_is_chosen_once_by_what_is_installed(monkeypatch, tmp_path, engine, name):
     folder = f"trainer.default_local_dir={tmp_path}/run"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *more: engine == "vllm" or None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: ModuleSpec(name, None, origin=name) if engine == "vllm" else None,
+    )
     config = load_config([f"{ROLLOUT}.name={name}", folder])
     assert config.actor_rollout_ref.rollout.name == engine
     assert mentions(rollout_in_words(config), engine, "auto")
     assert f"{ROLLOUT}.name" not in config.written
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *more: engine == "hf" or None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: ModuleSpec(name, None, origin=name) if engine == "hf" else None,
+    )
     assert load_config([folder]).actor_rollout_ref.rollout.name == engine
     written = load_config([f"{ROLLOUT}.name=hf", folder])
     assert written.actor_rollout_ref.rollout.name == "hf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -306,7 +307,7 @@ def test_unwritten_keys_that_mean_something_else_than_in_verl_are_listed():
 
 def test_unwritten_sizes_are_those_of_the_version_of_verl(monkeypatch, valid):
     """A script of 0.3.0.post1 writes the size of its reward model, and leaves 4 to the others."""
-    monkeypatch.setattr("strop.config.backends.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=name))
     size, version = "megatron.tensor_model_parallel_size", "0.3.0.post1"
     script = [*valid, "reward_model.enable=True", "reward_model.model.path=o/m", f"reward_model.{size}=4"]
     script += ["trainer.n_gpus_per_node=8", "trainer.device=cuda", f"{ACTOR}.ppo_mini_batch_size=8"]

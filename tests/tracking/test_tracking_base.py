@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from typing import ClassVar
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_a_missing_package_names_the_extra(name, monkeypatch):
     [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")],
 )
 def test_an_installed_package_that_cannot_be_imported_is_an_error_before_the_run(name, module, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=name))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=naming(f"trainer.logger={name!r}")):
         resolve_tracker(name)

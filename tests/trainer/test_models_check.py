@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from unittest import mock
 
@@ -169,7 +170,7 @@ def test_attention_that_would_drop_a_cap(inputs, refusal, caplog):
 
 
 def test_what_only_a_gpu_computes_is_refused_before_models_load(refusal, monkeypatch):
-    monkeypatch.setattr("strop.config.backends.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=name))
     monkeypatch.setattr(torch.cuda, "current_device", mock.Mock(side_effect=AssertionError("no CUDA")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     strategy = "actor_rollout_ref.actor.strategy=megatron"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import secrets
 
@@ -18,6 +17,7 @@ from strop.config.backends import ROLLOUTS
 from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.config.memory.facts import read_model_facts
+from strop.config.names import is_installed
 from strop.config.schema import Config
 from strop.errors import MissingExtraError
 from strop.trainer.commands import say_loading
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     log_to_console(_NAMES)
-    if importlib.util.find_spec("aiohttp") is None:
+    if not is_installed("aiohttp"):
         raise MissingExtraError("aiohttp", "agents", "strop serve")
     with naming_options(_NAMES):
         config = config_from(arguments)

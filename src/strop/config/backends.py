@@ -8,7 +8,6 @@ Both import neither torch nor the back-end's own packages, and importing them ha
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from strop.config.checks.finding import Finding
+from strop.config.names import is_installed
 
 if TYPE_CHECKING:
     from strop.config.memory.facts import ModelFacts
@@ -76,7 +76,7 @@ class Kind:
     @property
     def installed(self) -> bool:
         """True unless a required package is missing."""
-        return self.package is None or importlib.util.find_spec(self.package) is not None
+        return self.package is None or is_installed(self.package)
 
     def load(self, reference: str) -> Any:
         """Import one of its classes ("module:class")."""
@@ -169,7 +169,7 @@ class RolloutKind(Kind):
     def missing_for_pictures(self) -> str | None:
         """Return the package that pictures need and that is not installed; else None."""
         name = self.package_of_pictures
-        return None if name is None or importlib.util.find_spec(name) is not None else name
+        return None if name is None or is_installed(name) else name
 
     def fault_of_pictures(self, config: Any) -> str | None:
         """Return why it computes the pictures of the run's model otherwise than the trainer; else None."""

@@ -113,6 +113,18 @@ def _specs(dotted: str) -> Iterator[tuple[str, ModuleSpec | None]]:
         folders = spec.submodule_search_locations or []
 
 
+def is_installed(package: str) -> bool:
+    """Return True if a package can be imported; a folder of its name, as wandb leaves one, is none."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # it is imported, and has no spec
+        return True
+    if spec is None or spec.origin is not None:
+        return spec is not None
+    # megatron is a namespace of packages
+    return any(any(Path(folder).glob("*/__init__.py")) for folder in spec.submodule_search_locations or ())
+
+
 def inputs_of(estimator: str, unknown: Collection[str] = ()) -> Collection[str]:
     """Return the inputs of an estimator that is built in or passed by the program; ``unknown`` of others."""
     if estimator not in PASSED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import operator
@@ -17,7 +16,7 @@ from typing import Any
 
 from strop.algorithms.registry import resolve
 from strop.config.backends import load_backend
-from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
+from strop.config.names import OPTIONAL_PACKAGES, TRACKERS, is_installed
 from strop.errors import ConfigError, MissingExtraError, TrainingError, raised_as
 from strop.files import atomic_write_text
 from strop.redaction import redacted
@@ -124,7 +123,8 @@ class Tracking:
     def _call(self, name: str, step: int, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a full disk or lost network must not end a run
+        # A full disk or lost network must not end a run; rich exits where the pipe of the output is closed.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failures[name] += 1
             what = f"trainer.logger {name!r} could not log step {step} ({type(error).__name__}: {error})"
             if self._failures[name] < FAILURES_BEFORE_SWITCH_OFF:
@@ -138,7 +138,7 @@ class Tracking:
     def _close_one(self, name: str, tracker: Tracker) -> None:
         try:
             tracker.close()
-        except Exception as error:  # noqa: BLE001 - the other trackers must still be closed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other trackers must still be closed
             _log.warning("trainer.logger %r did not close: %s: %s", name, type(error).__name__, error)
 
 
@@ -147,7 +147,7 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
 
     Raises ConfigError (unknown name, module or class) and MissingExtraError (package not installed).
     """
-    if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
+    if name in OPTIONAL_PACKAGES and not is_installed(name):
         raise MissingExtraError(name, name, f"trainer.logger {name!r}")
     with raised_as(ConfigError, f"trainer.logger={name!r} cannot be imported", ImportError):
         found = (

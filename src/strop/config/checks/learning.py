@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Collection, Iterator
@@ -20,6 +19,7 @@ from strop.config.names import (
     estimators,
     inputs_of,
     is_import_path,
+    is_installed,
     missing_module,
     module_of,
     policy_losses,
@@ -56,7 +56,7 @@ def scaled_kl(config: Config) -> Iterator[Finding]:
     """Warn of a KL in the reward that the deviation of a group scales as it scales the scores."""
     algorithm = config.algorithm
     divides = "norm_by_std" in inputs_of(algorithm.adv_estimator)
-    if divides and algorithm.norm_adv_by_std_in_grpo and has_kl_in_reward(config):
+    if divides and algorithm.norm_adv_by_std_in_grpo and has_kl_in_reward(config) and has_reward(config):
         yield warning(
             f"algorithm.kl_ctrl.kl_coef={algorithm.kl_ctrl.kl_coef:g} with algorithm.adv_estimator="
             f"{algorithm.adv_estimator}: the penalty in the reward is divided by the deviation of its "
@@ -76,6 +76,11 @@ def without_reward(config: Config) -> Iterator[Finding]:
         yield error(
             f"algorithm.filter_groups.enable=True with {given}: without scores every prompt would be "
             "dropped; set it to False"
+        )
+    if has_kl_in_reward(config):
+        yield error(
+            f"algorithm.kl_ctrl.kl_coef={algorithm.kl_ctrl.kl_coef:g} with {given}: there is no reward to "
+            f"subtract the penalty from; set it to 0, or {_ACTOR}.use_kl_loss=True"
         )
     whitens = algorithm.adv_estimator == "reinforce_plus_plus"
     if whitens or (algorithm.whiten_advantages and "whiten" in inputs_of(algorithm.adv_estimator)):
@@ -225,6 +230,17 @@ def sampling(config: Config) -> Iterator[Finding]:
             f"{_ROLLOUT}.do_sample=False: training takes the likeliest tokens, so the policy explores "
             f"nothing and all {_ROLLOUT}.n answers to a prompt are the same"
         )
+        with_sampler = [
+            f"{_ACTOR}.{name}"
+            for name in ("use_rollout_log_probs", "rollout_is")
+            if getattr(config.actor_rollout_ref.actor, name) and not config.trainer.val_only
+        ]
+        if with_sampler and rollout.temperature != 1:
+            yield error(
+                f"{_ROLLOUT}.do_sample=False with {_ROLLOUT}.temperature={rollout.temperature:g} and "
+                f"{' and '.join(with_sampler)}: log-probs of greedy answers are of temperature 1, so a "
+                "policy that has not changed has other ratios than 1; set the temperature to 1"
+            )
     narrowed = [
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
@@ -304,7 +320,7 @@ def trackers(config: RootConfig) -> Iterator[Finding]:
     trainer = config.trainer
     for name in trainer.logger:
         yield from known_name("trainer.logger", name, TRACKERS)
-        if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
+        if name in OPTIONAL_PACKAGES and not is_installed(name):
             yield error(
                 f"trainer.logger={name}: the package {name} is not installed: "
                 f"pip install 'strop[{name}]', or leave it out, as in trainer.logger=[console]"

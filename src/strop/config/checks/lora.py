@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from strop.config.checks.finding import Finding, error
 from strop.config.checks.learning import trained_models
 from strop.config.memory.facts import read_config_file, read_model_facts, trained_whole
+from strop.config.names import is_installed
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url, similar_path
 from strop.config.schema import RootConfig
 from strop.config.schema.supervised import RewardModellingConfig
@@ -22,7 +22,7 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
         given = f"{key}.lora_rank={model.lora_rank}"
         if model.lora_adapter_path is not None:
             given = f"{key}.lora_adapter_path={model.lora_adapter_path}"
-        if importlib.util.find_spec("peft") is None:
+        if not is_installed("peft"):
             yield error(f"{given}: the package peft is not installed: pip install 'strop[peft]'")
         if method := _quantization(model.path):
             yield error(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from strop.config.backends import ENGINES, ROLLOUTS, Kind
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.names import is_installed
 from strop.config.placement import (
     Placement,
     process_count,
@@ -30,7 +30,7 @@ def worker_group(config: RootConfig) -> Iterator[Finding]:
             f"trainer.worker_group=local is one process{each}, but {keys} give {processes}; set it to auto "
             "or ray"
         )
-    elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
+    elif runs_on_ray(config) and not is_installed("ray"):
         what = f"a run of {processes} processes" if processes > 1 else "trainer.worker_group=ray"
         yield error(f"{what} needs Ray, which is not installed: pip install 'strop[ray]'")
 
