@@ -645,3 +645,20 @@ def test_prepare_table_names_columns_and_keeps_the_others(sources, tmp_path):
     }
     with pytest.raises(DataError, match=naming("no field solution")):
         prepare("table", sources[1], tmp_path / "none", prompt="question", answer="solution")
+
+
+def test_views_of_texts_are_texts(tmp_path, tokenizer):
+    """As polars hands its columns over."""
+    view = pa.string_view()
+    chats = pa.large_list(pa.struct([("role", view), ("content", view)]))
+    rows = [{"prompt": [{"role": "user", "content": "1+2="}], "data_source": "d", "answer": "3"}]
+    kinds = pa.schema([("prompt", chats), ("data_source", view), ("answer", view)])
+    for found in (Rows("views", pa.Table.from_pylist(rows, kinds)), Rows("rows", rows)):
+        dataset = RLHFDataset(found, tokenizer, max_prompt_length=8)
+        assert (
+            dataset[0]["input_ids"].tolist()
+            == RLHFDataset(Rows("rows", rows), tokenizer, max_prompt_length=8)[0]["input_ids"].tolist()
+        )
+        assert dataset.data_sources() == {"d"}
+    texts = pa.table({"prompt": pa.array(["1+2="], view), "response": pa.array(["3"], view)})
+    assert read_table(Rows("texts", texts)).schema.types == [pa.large_string()] * 2

@@ -27,6 +27,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import xxhash
 
+from strop.config.names import is_installed
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, similar_path, with_split
 from strop.data.fetch import local_path
 from strop.data.records import CHUNK_ROWS, json_records, open_data, records_table, table_of, to_rows
@@ -73,7 +74,31 @@ def read_table(
 
     Raises :class:`DataError` for anything that cannot be found or read.
     """
-    return _with_json_read(str(source), _typed_table(source, texts, cache_dir), texts)
+    return _with_json_read(str(source), _without_views(_typed_table(source, texts, cache_dir)), texts)
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """Return texts of views, as polars hands them over, in the type that the kernels of Arrow take."""
+    plain = pa.schema([field.with_type(_without_view(field.type)) for field in table.schema])
+    is_plain = plain.equals(table.schema)
+    return table if is_plain else table.cast(plain.with_metadata(table.schema.metadata))
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_view(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_view(kind.value_type)), kind.list_size)
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _without_view(kind.value_type), kind.ordered)
+    return kind
 
 
 def _typed_table(source: Source, texts: Collection[str], cache_dir: str | Path | None) -> pa.Table:
@@ -337,10 +362,10 @@ def load_from_hub(repo: str, config: str | None, **options: Any) -> Any:
 
 
 def _datasets(needed_for: str) -> Any:
-    try:
+    if not is_installed("datasets"):
+        raise MissingExtraError("datasets", "hub", needed_for)
+    with raised_as(DataError, f"{needed_for} needs datasets, which is installed and fails", ImportError):
         return importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingExtraError("datasets", "hub", needed_for) from error
 
 
 def _format(path: Path, name: str) -> str:
@@ -366,7 +391,7 @@ def saved_splits(folder: Path) -> list[str]:
     if not file.is_file():
         return []
     with _reading_state(file):
-        return [str(split) for split in json.loads(file.read_text())["splits"]]
+        return [str(split) for split in json.loads(file.read_bytes())["splits"]]
 
 
 def _reading_state(file: Path) -> AbstractContextManager[None]:
@@ -387,7 +412,7 @@ def _saved_table(folder: Path) -> pa.Table:
         )
     state = folder / "state.json"
     with _reading_state(state):
-        files = [str(file["filename"]) for file in json.loads(state.read_text())["_data_files"]]
+        files = [str(file["filename"]) for file in json.loads(state.read_bytes())["_data_files"]]
     paths = [str(folder / require_below(file, str(state), DataError)) for file in files]
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(path)).read_all() for path in paths])
 
