@@ -8,6 +8,7 @@ called.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -214,8 +215,15 @@ def evaluate(
         config: as for ``train``.
         overrides: as for ``train``.
     """
+    from strop.errors import ConfigError
     from strop.trainer import evaluation
 
+    model = getattr(model, "model_path", model)  # of a Run
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model: found {type(model).__name__}, expected a path or a hub name; save it first, with its "
+            "tokenizer: model.save_pretrained(FOLDER)"
+        )
     given = _Given("train", config, overrides)
     given.data(data, "val_files")
     given.reward(reward)

@@ -228,6 +228,21 @@ def test_two_ranks_on_each_side_resume_to_equal_numbers(inputs, tmp_path, monkey
     assert (trained_weights(tmp_path / "run", 5), metrics(tmp_path / "run")) == expected
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_rollout_processes(inputs, tmp_path, monkeypatch):
+    """As after the loss of a node: what was in flight is generated again."""
+    options = options_of(inputs, tmp_path / "run", 2, *ON_RAY, *TWO_RANKS)
+    monkeypatch.setenv("STROP_CRASH_AT", "in_flight:4")
+    run = RayRun(options)
+    assert run.wait() == -signal.SIGKILL, run.console[-3000:]
+    run.seconds_until_gone(at_most=120)
+    monkeypatch.delenv("STROP_CRASH_AT")
+    again = RayRun([*options, "trainer.resource_pools={learner: [2], rollout: [1]}"])
+    assert again.wait() == 0, again.console[-3000:]
+    assert "2 rollout processes, now 1" in again.console
+    assert metrics(tmp_path / "run")[-1]["step"] == 5
+
+
 @functools.cache
 def undisturbed_on_ray(inputs: Path, steps: int, *extra: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Weights and metrics of an undisturbed run."""

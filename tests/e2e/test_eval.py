@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean as mean
 
@@ -14,19 +15,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import strop
 from strop.cli.evaluate import add_arguments, config_from
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
+from strop.errors import ConfigError
 from strop.models.loader import load_scorer
 from strop.rewards.score.answers import answer_extractor
 from strop.tracking.jsonl import read_metrics
 from strop.trainer.evaluation import settings
+from strop.trainer.run_folder import RunFolder, run_lock
 from strop.trainer.validation import make_report
 
 import tiny_model
 from builders import write_prompts
-from messages import mentions
+from messages import mentions, naming
 from runs import make_inputs, metrics, overrides, train
 
 SAMPLED = [
@@ -386,3 +390,42 @@ def test_an_adapter_is_evaluated_on_its_base_model(inputs, tmp_path):
     assert keys["actor_rollout_ref.model.lora_adapter_path"] == str(final)
     (final / "adapter_config.json").write_text('{"base_model_name_or_path": "s3://elsewhere/model"}')
     assert settings(str(final), ())["actor_rollout_ref.model.path"] == str(final)
+
+
+def test_rows_for_the_reward_model_are_its_alone(inputs, tmp_path):
+    """Also where a function scores the other rows, as in training."""
+    rows = pq.read_table(inputs / "val.parquet").to_pylist()
+    for row in rows[1::2]:
+        row["reward_model"] = {"style": "model", "ground_truth": ""}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mixed.parquet")
+    model = ("reward_model.enable=True", f"reward_model.model.path={inputs / 'reward_model'}")
+    look_at(inputs, tmp_path / "run", f"data.val_files={tmp_path / 'mixed.parquet'}", *model)
+    samples = pq.read_table(tmp_path / "run/validation/step_000000.parquet").to_pylist()
+    by_model = {row["prompt"][0]["content"] for row in rows[1::2]} - {
+        row["prompt"][0]["content"] for row in rows[::2]
+    }
+    assert by_model
+    for sample in samples:
+        is_models = any(text in sample["prompt"] for text in by_model)
+        assert (sample["reward/rule"] is None) is is_models
+        assert sample["score"] == sample["reward/reward_model" if is_models else "reward/rule"]
+
+
+def test_two_evaluations_at_once_do_not_share_a_folder(inputs, tmp_path, capsys):
+    with run_lock(RunFolder(tmp_path / "out").path), ThreadPoolExecutor() as pool:
+        arguments = [
+            "eval",
+            str(inputs / "model"),
+            "--data",
+            str(inputs / "val.parquet"),
+            "trainer.device=cpu",
+        ]
+        assert pool.submit(main, [*arguments, "--out", str(tmp_path / "out")]).result() == 2
+    assert "another run is using this folder" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_model_object_is_no_path(inputs):
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    with pytest.raises(ConfigError, match=naming("Qwen2ForCausalLM", "save_pretrained")):
+        strop.evaluate(model, inputs / "val.parquet")

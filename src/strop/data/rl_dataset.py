@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from strop.config.load import as_config
@@ -217,6 +219,14 @@ class RLHFDataset:
         if self.reward_fn_key not in self._table.names:
             return set(map(source_of, self._table.files)) if len(table) else set()
         return set(table.column(self.reward_fn_key).unique().to_pylist())
+
+    def has_rows_for_model(self) -> bool:
+        """Return True if a row is for the reward model alone (``reward_model.style`` is "model")."""
+        table = self._table.table
+        kind = table.schema.field("reward_model").type if "reward_model" in table.column_names else None
+        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index("style") < 0:
+            return False
+        return bool(table.filter(pc.field("reward_model", "style").cast(pa.string()) == "model"))
 
     def token_lengths(self) -> dict[str, TokenLengths]:
         own = None if self.pictures is None else self.pictures.tokens_of_rows()

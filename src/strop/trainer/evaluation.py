@@ -54,16 +54,29 @@ def evaluate(
     ``rows`` in memory are read where ``data.val_files`` has their names.
 
     The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does,
-    ``ConfigError`` if the folder holds an evaluation, and ``TrainingError`` if a file cannot be written.
+    ``ConfigError`` if the folder holds an evaluation or another one is writing it, and ``TrainingError`` if a
+    file cannot be written.
     """
     out = Path(config.trainer.default_local_dir)
+    _require_no_results(out)
+    require_valid(config, rows)
+    _require_outside(config)
+    say_loading()
+    from strop.trainer.run_folder import RunFolder, run_lock
+
+    with run_lock(RunFolder(out).path):
+        _require_no_results(out)  # of one that was started at the same time
+        return _evaluated(config, rows, out)
+
+
+def _require_no_results(out: Path) -> None:
     if (out / RESULTS).exists():
         raise ConfigError(
             f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
         )
-    require_valid(config, rows)
-    _require_outside(config)
-    say_loading()
+
+
+def _evaluated(config: Config, rows: Sequence[Rows], out: Path) -> ValidationReport:
     from strop.tracking.console import status_line
     from strop.tracking.samples import write_table
     from strop.trainer.build import build_trainer, report_reward

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 KEPT = "kept.pt"
 """File of samples that passed the filter of groups and that no iteration has used."""
+ROLLOUT_PROCESSES = "rollout processes"
+"""What has changed where no key says so: a node that was lost."""
 SCHEDULE = "schedule.pt"
 """File with the number of the last batch whose prompts the rollout had."""
 
@@ -54,7 +56,7 @@ def keeps_groups(changed: Collection[str]) -> bool:
 
     They depend on all that samples in flight depend on but the schedule.
     """
-    return {*changed} <= {"trainer.async_steps"}
+    return {*changed} <= {"trainer.async_steps", ROLLOUT_PROCESSES}
 
 
 def lost_of(folder: Path, changed: Collection[str]) -> list[str]:

@@ -60,7 +60,7 @@ from strop.trainer.metrics import (
     speed_metrics,
     staleness_metrics,
 )
-from strop.trainer.pipeline import LatePart, Pipeline, lost_of
+from strop.trainer.pipeline import ROLLOUT_PROCESSES, LatePart, Pipeline, lost_of
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.progress import Progress
 from strop.trainer.run_folder import require_shared_folder
@@ -245,7 +245,7 @@ class RayPPOTrainer(VerlNames):
 
     @property
     def validates_by_model(self) -> bool:
-        """True if validation has data sources that the reward model alone can score; rules go first."""
+        """True if validation has rows that the reward model alone scores; in others rules go first."""
         if not self.config.reward_model.enable or self.val_loader is None:
             return False
         try:
@@ -253,7 +253,8 @@ class RayPPOTrainer(VerlNames):
             self.val_reward_fn.require_scored(sources)
         except RewardError:
             return True
-        return False
+        rows = all_rows(self.val_loader.dataset)
+        return isinstance(rows, RLHFDataset) and rows.has_rows_for_model()
 
     def _own_roles(self) -> list[Any]:
         """Return the roles of ``role_worker_mapping`` that are not of ``Role``."""
@@ -428,6 +429,10 @@ class ReinforcementRun(Run):
         batches: Any = getattr(trainer.train_loader, "batches", None)  # none where it validates only
         if batches is not None and batches.has_another_order:  # also by rows that no key names
             changed, words = [*changed, "data"], words or ["other rows"]
+        n_saved, n_now = len([*(checkpoint / IN_FLIGHT).glob("rank_*.pt")]), trainer.rollout.world_size
+        if n_saved not in (0, n_now):
+            changed = [*changed, ROLLOUT_PROCESSES]
+            words = [*words, f"{n_saved} rollout processes, now {n_now}"]
         lost = lost_of(checkpoint / IN_FLIGHT, changed)
         if lost and not self.settings.val_only:
             logger.warning(
