@@ -286,6 +286,8 @@ HOLD_INTERRUPTS_S = 3600.0
 
 def interrupt_after(seconds: float, number: int = signal.SIGINT) -> threading.Timer:
     """Return a timer that sends this thread a signal, if it is the main thread, unless it is cancelled."""
+    if signal.getsignal(number) is signal.SIG_IGN:  # SIGINT in a background job of a script
+        number = signal.SIGTERM
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, number))
     timer.daemon = True
     if threading.current_thread() is threading.main_thread():
@@ -298,8 +300,9 @@ class HeldInterrupts:
 
     Takes the place of the handlers that raise one (``signals_interrupt``, Python's own) in the main thread;
     elsewhere, and before ``begin``, it changes nothing. A second interrupt is raised at once, and after
-    ``HOLD_INTERRUPTS_S`` the first: the body may hang. ``when_held`` is called in a thread: a handler may not
-    write to a stream in whose middle it was called.
+    ``HOLD_INTERRUPTS_S`` the first: the body may hang. An error of a worker that ends the body gives way to
+    it, or a restart would go on. ``when_held`` is called in a thread: a handler may not write to a stream in
+    whose middle it was called.
     """
 
     def __init__(self, when_held: Callable[[], Any]) -> None:
@@ -336,14 +339,19 @@ class HeldInterrupts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._limit is not None:
             self._limit.cancel()
         replaced, self._replaced = self._replaced, {}
         for number, handler in replaced.items():
             signal.signal(number, handler)
-        if kind is None and self._first is not None:
-            replaced[self._first](self._first, None)
+        if self._first is not None and (kind is None or issubclass(kind, WorkerError)):
+            try:
+                replaced[self._first](self._first, None)
+            except KeyboardInterrupt as interrupt:
+                if error is not None:
+                    interrupt.add_note(f"meanwhile {in_one_line(error)}")
+                raise
 
 
 def portable(error: Exception) -> Exception:

@@ -79,6 +79,15 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_pat
         assert versions == {int(path.stem.removeprefix("step_")) - 1}
 
 
+def test_a_checkpoint_that_was_moved_to_another_disk_is_of_its_run(inputs, undisturbed, tmp_path):
+    run, expected = undisturbed
+    copy_until(run, 2, tmp_path / "run")
+    shutil.move(tmp_path / "run" / "global_step_2", tmp_path / "large" / "global_step_2")
+    (tmp_path / "run" / "global_step_2").symlink_to(tmp_path / "large" / "global_step_2")
+    assert hashes(train(overrides(inputs, tmp_path / "run", *SETTINGS))) == expected
+    assert metrics(tmp_path / "run") == metrics(run)  # and not only those since the resume
+
+
 @pytest.mark.slow
 def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs, undisturbed, tmp_path):
     run, expected = undisturbed
@@ -145,7 +154,7 @@ def test_a_run_killed_after_its_last_save_is_completed_by_the_same_command(input
     assert not remote.exists()
     before = {path: path.read_bytes() for path in run.rglob("step_*")} | {run: metrics(run)}
 
-    done = forked.run(["-m", "strop.cli", "train", *options])
+    done = forked.run(["-m", "strop", "train", *options])
     assert done.returncode == 0, done.stderr[-2000:]
     assert mentions(done.stderr, "4 of 4", "curves", "uploads")
     assert (run / "curves.png").exists()

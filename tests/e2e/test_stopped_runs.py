@@ -29,7 +29,6 @@ from strop.trainer.loop import Run
 from strop.trainer.ppo import PPO
 from strop.trainer.ray_trainer import ReinforcementRun
 from strop.trainer.supervised.base import SupervisedTrainer
-from strop.trainer.supervised.sft import SftTrainer
 from strop.trainer.validation import Validator
 from strop.workers.policy import ActorRolloutRefWorker
 
@@ -201,7 +200,7 @@ def test_a_run_whose_reward_fails_saves_its_last_whole_iteration_and_goes_on_to_
     assert resumed == (hashes(train(straight)), metrics(tmp_path / "straight"))
 
 
-@pytest.mark.parametrize("kind", ["train", "sft"])
+@pytest.mark.parametrize("kind", ["train", "sft", "train-rm"])
 def test_an_error_of_a_validation_costs_no_update_and_no_line(inputs, tmp_path, monkeypatch, kind):
     settings = "trainer.save_freq=-1", "trainer.test_freq=2", "trainer.val_before_train=false"
     fails = mock.Mock(side_effect=TrainingError("no validation"))
@@ -209,10 +208,11 @@ def test_an_error_of_a_validation_costs_no_update_and_no_line(inputs, tmp_path, 
         monkeypatch.setattr(Validator, "report", fails)
         go, options = train, overrides(inputs, tmp_path / "run", *settings)
     else:
-        monkeypatch.setattr(SftTrainer, "evaluate", fails)
+        monkeypatch.setattr(supervised_runs.KINDS[kind][1], "evaluate", fails)
         tables = supervised_runs.make_inputs(tmp_path)
         go = partial(supervised_runs.train, kind)
         options = supervised_runs.overrides(tables, tmp_path / "run", *settings)
+        options += ["trainer.total_training_steps=2"] if kind == "train-rm" else []  # after the last one
     with pytest.raises(TrainingError, match="no validation"):
         go(options)
     assert saved_steps(tmp_path / "run") == [2]
@@ -221,6 +221,8 @@ def test_an_error_of_a_validation_costs_no_update_and_no_line(inputs, tmp_path, 
     go(options)
     go([*options, f"trainer.default_local_dir={tmp_path / 'straight'}"])
     assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+    exported = (tmp_path / name / "final_model" / "config.json" for name in ("run", "straight"))
+    assert len({path.read_bytes() for path in exported}) == 1  # a reward model's has its calibration
 
 
 def test_an_error_remains_the_cause_where_the_reward_of_samples_in_flight_fails(inputs, tmp_path):
@@ -365,6 +367,23 @@ def test_signals_of_one_cause_are_one_interrupt(monkeypatch, numbers):
             update()
         os.kill(os.getpid(), signal.SIGHUP)  # in the middle of the save
     assert received == [numbers[0]]
+
+
+def test_an_interrupt_that_waits_is_not_lost_where_a_worker_dies():
+    """A restart would train on."""
+    received: list[int] = []
+
+    def update(error: Exception) -> None:
+        with errors.HeldInterrupts(list) as held:
+            held.begin()
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise error
+
+    with errors.signals_interrupt(received):
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            update(errors.WorkerError("rank 1 died"))
+        assert mentions(stopped.value.__notes__[0], "rank 1 died")
+    assert received == [signal.SIGTERM]
 
 
 @pytest.mark.slow

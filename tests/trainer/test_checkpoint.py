@@ -127,6 +127,22 @@ def test_checkpoints_after_that_of_a_resume_are_pruned_when_a_new_one_is_whole(t
     assert kept() == [24, 26]
 
 
+def test_a_kill_amid_a_removal_leaves_no_damaged_checkpoint(tmp_path, monkeypatch):
+    def kill(name: str, step: int) -> None:
+        if name == "prune":
+            raise KeyboardInterrupt
+
+    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+    checkpoints.save(1, {"actor": Group(1)}, STATE)
+    monkeypatch.setattr(checkpoint, "crash_point", kill)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(2, {"actor": Group(2)}, STATE)
+    assert checkpoint_folder.saved_steps(tmp_path) == [2]
+    monkeypatch.undo()
+    Checkpoints(tmp_path, max_to_keep=1).save(3, {"actor": Group(3)}, STATE)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_3"]
+
+
 @pytest.mark.parametrize("fails_in", ["save_is_done", "finish_save"])
 def test_an_error_of_what_a_save_waits_for_is_not_one_of_the_save(tmp_path, fails_in):
     error = RuntimeError("no more samples")

@@ -497,3 +497,22 @@ def test_a_latest_checkpoint_that_was_deleted_is_named_with_what_to_do(tmp_path)
         find_checkpoint(tmp_path, "auto", None)
     latest.unlink()
     assert find_checkpoint(tmp_path, "auto", None) == kept
+
+
+def test_a_later_upload_of_a_checkpoint_makes_good_for_one_that_failed(memory_fs, tmp_path, monkeypatch):
+    breaking(monkeypatch, times=1)
+    with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
+        checkpoints._uploader._retry_after_s = ()
+        checkpoints.save(3, {"actor": Group(1)}, STATE)
+        checkpoints.copy(3)
+    assert RemoteCheckpoints(REMOTE).is_whole(3)
+
+
+def test_a_copy_of_the_same_iteration_of_another_continuation_is_replaced(memory_fs, tmp_path):
+    run_of(4, folder=tmp_path / "left", url=REMOTE)
+    with Checkpoints(tmp_path / "run") as checkpoints:  # killed before its upload
+        checkpoints.save(4, {"actor": Group(9)}, {**STATE, "global_step": 4})
+    with Checkpoints(tmp_path / "run", remote=REMOTE) as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
+    here = (tmp_path / "run" / "global_step_4" / "manifest.json").read_bytes()
+    assert read(REMOTE, "global_step_4/manifest.json") == here

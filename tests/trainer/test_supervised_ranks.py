@@ -67,7 +67,7 @@ def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind, keys):
     options = ("trainer.save_freq=1", "trainer.total_training_steps=40", "trainer.test_freq=20", *own)
     straight = train(kind, overrides(inputs, tmp_path / "straight", *options))
     again = overrides(inputs, tmp_path / "killed", *options)
-    with forked.start(["-m", "strop.cli", kind, *again]) as process:
+    with forked.start(["-m", "strop", kind, *again]) as process:
         deadline = time.monotonic() + 300
         while not (tmp_path / "killed" / "global_step_3").exists():
             assert process.poll() is None, "the run ended before it was killed"

@@ -64,6 +64,12 @@ class RemoteCheckpoints:
         """Return True if the checkpoint of iteration ``step`` has a whole manifest."""
         return _manifest(self._fs, f"{self._root}/{name_of(step)}") is not None
 
+    def holds(self, checkpoint: Path) -> bool:
+        """Return True if the whole checkpoint of its iteration is this one, not that of a run left behind."""
+        there = _manifest(self._fs, f"{self._root}/{checkpoint.name}")
+        here = parse_manifest((checkpoint / MANIFEST).read_bytes(), str(checkpoint))
+        return there is not None and there == here
+
     def latest(self) -> int | None:
         """Return the iteration to resume from: the one that ``LATEST`` names, or the newest whole one."""
         candidates = sorted(self._steps(), reverse=True)
@@ -372,7 +378,7 @@ class Uploader:
         attempts = itertools.count()
 
         def copy() -> None:
-            if upload.only_if_missing and self.remote.is_whole(upload.step):
+            if upload.only_if_missing and self.remote.holds(upload.checkpoint):
                 return
             self.remote.upload(upload.checkpoint, resume=next(attempts) > 0, is_latest=upload.is_latest)
             # A checkpoint that a resume found missing is not new, so it makes no older one superfluous.
@@ -386,3 +392,5 @@ class Uploader:
         except Exception as error:  # noqa: BLE001 - back-ends raise their own types
             self._failures[upload.checkpoint] = reason = in_one_line(error)
             logger.warning("%s failed (%s); %s is whole", what, reason, upload.checkpoint)
+        else:
+            self._failures.pop(upload.checkpoint, None)

@@ -470,7 +470,13 @@ class Checkpoints:
         for step in steps:
             path = self.folder_of(step)
             if step not in kept and (self._uploader is None or self._uploader.release(path)):
-                shutil.rmtree(path, ignore_errors=True)
+                # A kill amid that leaves what ``remove_unfinished`` deletes, and no damaged checkpoint.
+                going = building_folder(self.folder, step)
+                with contextlib.suppress(OSError):
+                    if not path.is_symlink():  # moved to another disk: it is left there
+                        path.rename(going)
+                crash_point("prune", step)
+                shutil.rmtree(going, ignore_errors=True)
 
 
 def _last(steps: Sequence[int], count: int, newest: int) -> set[int]:

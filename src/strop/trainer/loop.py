@@ -104,7 +104,12 @@ class Run(ABC):
         """Resume or begin, write the configuration and open the trackers."""
         trainer, settings = self.trainer, self.settings
         checkpoint = self.checkpoints.find(settings.resume_mode)
-        goes_on = checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
+        here = self.folder.path.resolve()
+        # a checkpoint may be a link to another disk
+        goes_on = checkpoint is not None and here in (
+            checkpoint.parent.resolve(),
+            checkpoint.resolve().parent,
+        )
         if checkpoint is not None:
             self.resume(checkpoint, goes_on=goes_on)
         elif settings.resume_mode == "auto":
@@ -181,7 +186,8 @@ class Run(ABC):
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
         if settings.val_only:
             return
-        if self._unlogged and self.folder.last_logged_step() < trainer.global_step:
+        measures_again = bool(self._unlogged) and self.folder.last_logged_step() < trainer.global_step
+        if measures_again:
             # an error, as of the validation, ended the run between the update and its line
             metrics = {**self._unlogged, **self.measured(), **trainer.timer.take()}
             self.tracking.log(trainer.global_step, {**metrics, "time/from_scratch": self.seconds()})
@@ -213,7 +219,8 @@ class Run(ABC):
         self.folder.require_held(trainer.global_step)
         role, step = self.trained[0], trainer.global_step
         saved = self.checkpoints.folder_of(step) / role / "huggingface"
-        there = {"saved": saved} if has_weights(saved) else {}
+        # a model that is measured again may have got its calibration only now
+        there = {"saved": saved} if has_weights(saved) and not measures_again else {}
         trainer.groups[role].export(self.folder.final_model, step, **there)
 
     @property

@@ -138,9 +138,9 @@ def _join(address: str) -> None:
     with raised_as(
         ConfigError,
         f"cannot connect to the Ray cluster at {address}",
-        *(ConnectionError, AuthenticationError),
-        remedy="if it requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not "
-        "in ~/.ray/auth_token",
+        *(ConnectionError, AuthenticationError, RuntimeError),  # the last of another version of Ray
+        remedy="if it is not meant, set RAY_ADDRESS=local; if it requires a token, set RAY_AUTH_MODE=token, "
+        "and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token",
     ):
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
 
@@ -176,20 +176,23 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
     resources = ("CPU", "GPU") if gpus else ("CPU",)
     places: dict[ResourcePool, list[Any]] = {pool: [] for pool in pools}
     nodes = _choose_nodes(pools, resources)
-    for pool in pools:
-        for node, count in zip(nodes[pool], pool.processes_per_node, strict=True):
-            # a share of a resource that one node has: the group cannot be placed elsewhere
-            bundle = dict.fromkeys(resources, 1.0) | {node.own_resource: 0.001}
-            places[pool].append(placement_group([bundle] * count, strategy="STRICT_PACK"))
-    for pool in pools:
-        for node, group in zip(nodes[pool], places[pool], strict=True):
-            if not group.wait(_PLACEMENT_S):
-                for taken in places.values():
-                    release(taken)
-                raise ConfigError(
-                    f"pool {pool.name!r}: could not reserve free {_in_words(resources)} of node {node.name} "
-                    f"within {_PLACEMENT_S:.0f} s; is another run starting there?"
-                )
+    try:
+        for pool in pools:
+            for node, count in zip(nodes[pool], pool.processes_per_node, strict=True):
+                # a share of a resource that one node has: the group cannot be placed elsewhere
+                bundle = dict.fromkeys(resources, 1.0) | {node.own_resource: 0.001}
+                places[pool].append(placement_group([bundle] * count, strategy="STRICT_PACK"))
+        for pool in pools:
+            for node, group in zip(nodes[pool], places[pool], strict=True):
+                if not group.wait(_PLACEMENT_S):
+                    raise ConfigError(
+                        f"pool {pool.name!r}: could not reserve free {_in_words(resources)} of node "
+                        f"{node.name} within {_PLACEMENT_S:.0f} s; is another run starting there?"
+                    )
+    except BaseException:  # Ctrl-C, too: in a notebook the job of Ray goes on, and would keep them
+        for taken in places.values():
+            release(taken)
+        raise
     return places
 
 

@@ -106,11 +106,13 @@ class PrivateCluster:
         ray_constants.ENABLE_RAY_CLUSTER = False  # the switch of ``_ENVIRONMENT`` in this process
         thread = threading.Thread(target=connect, daemon=True)  # abandoned if Ray dies
         thread.start()
-        while thread.is_alive():
-            thread.join(_INTERVAL_S)
-            if thread.is_alive() and self._has_line(0):
-                self._read_line(0)
-        ray_constants.ENABLE_RAY_CLUSTER = True
+        try:
+            while thread.is_alive():
+                thread.join(_INTERVAL_S)
+                if thread.is_alive() and self._has_line(0):
+                    self._read_line(0)
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = True
         if errors:
             raise WorkerError(f"cannot connect to the Ray cluster that this run started: {errors[0]}")
         with contextlib.suppress(OSError):  # the keeper was killed
