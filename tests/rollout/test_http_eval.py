@@ -227,7 +227,7 @@ def test_answers_of_vllms_server_are_those_of_the_engine_in_the_process(
     for way, more in ways.items():  # each in a process, whose memory is then free
         command = line(inputs, tmp_path / "model", tmp_path / f"{way}_here")
         command += ["--rollout", "vllm", *more, *small]
-        subprocess.run([sys.executable, "-m", "strop.cli", *command], check=True)
+        subprocess.run([sys.executable, "-m", "strop", *command], check=True)
     with real_server(tmp_path, "--no-enable-chunked-prefill") as url:
         for way, more in ways.items():
             there = tmp_path / f"{way}_there"

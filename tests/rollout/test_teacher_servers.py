@@ -18,6 +18,7 @@ from fake_vllm import FakeVLLM
 ALONE = (
     *("teacher.kl=sampled", "trainer.total_training_steps=1"),
     *("reward_model.reward_manager=none", "algorithm.adv_estimator=grpo", "trainer.val_before_train=False"),
+    "algorithm.kl_ctrl.kl_coef=0",
     *("trainer.test_freq=-1", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.logger=[jsonl]"),
 )
 

@@ -6,21 +6,24 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.errors import ModelError
-from strop.rollout.base import RolloutSpec
+from strop.errors import ConfigError, ModelError
+from strop.rollout.base import RolloutSpec, SamplingParams
+from strop.rollout.in_flight import InFlight
 
 from messages import naming
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import vllm
 from vllm import envs
 from vllm.distributed.device_communicators import all_reduce_utils, custom_all_reduce
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMError
 
 from strop.rollout.vllm import engine
-from strop.rollout.vllm.arguments import engine_arguments
+from strop.rollout.vllm.arguments import engine_arguments, sampling_arguments
 
-from tiny_lms import tiny_lm
+from tiny_lms import prompts_of, tiny_lm
 
 
 def test_vllms_own_all_reduce_looks_up_a_gpu_that_the_rank_cannot_see(monkeypatch):
@@ -65,3 +68,32 @@ def test_a_failed_look_up_of_vllm_is_an_error_with_its_reason(monkeypatch):
             pad_token_id=0,
             eos_token_ids=[1],
         )
+
+
+@pytest.mark.parametrize(("turn_length", "limits"), [(None, [2]), (3, None)])
+def test_min_tokens_are_at_most_the_tokens_that_there_is_room_for(turn_length, limits):
+    """vLLM refuses more, and a run of turns comes to the end of its room."""
+    batch = InFlight(prompts_of([3]), SamplingParams(max_tokens=9), turn_length=turn_length, limits=limits)
+    arguments = sampling_arguments(batch, 0, {"min_tokens": 8}, ())
+    assert arguments["min_tokens"] == arguments["max_tokens"] == batch.room(0) < 8
+    vllm.SamplingParams(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("repetition_detection", {"max_pattern_size": 4}),
+    ],
+)
+def test_values_that_vllm_refuses_are_errors_of_their_keys(name, refused):
+    with pytest.raises(ConfigError, match=naming(f"actor_rollout_ref.rollout.{name}")):
+        engine.sampling_options({name: refused})
+
+
+def test_the_limits_of_keys_are_vllms():
+    for name, most in (("temperature", 2.0), ("presence_penalty", 2.0), ("frequency_penalty", 2.0)):
+        vllm.SamplingParams(**{name: most})
+        with pytest.raises(VLLMError):
+            vllm.SamplingParams(**{name: most + 0.01})

@@ -189,7 +189,7 @@ class HTTPRollout(QueuedRollout):
         ids = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
         sampling = sampling_arguments(batch, row, self._sampling_options, self.eos_token_ids)
         sampling["max_tokens"] = min(sampling["max_tokens"], most or sampling["max_tokens"])
-        if "min_tokens" in sampling:  # of a whole sample, and vLLM refuses more than max_tokens
+        if "min_tokens" in sampling:
             sampling["min_tokens"] = min(sampling["min_tokens"], sampling["max_tokens"])
         return Request(row, ids, NEUTRAL | sampling)
 

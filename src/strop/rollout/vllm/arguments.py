@@ -115,8 +115,8 @@ def sampling_arguments(
     """
     params, found = batch.params, dict(options)
     done = int(batch.lengths[row] - batch.begun[row])  # of the last turn
-    if "min_tokens" in found:
-        found["min_tokens"] = max(found["min_tokens"] - done, 0)
+    if "min_tokens" in found:  # of a whole turn, and vLLM refuses more than max_tokens
+        found["min_tokens"] = min(max(found["min_tokens"] - done, 0), batch.room(row))
     if not params.greedy:
         found |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
         if seeded:

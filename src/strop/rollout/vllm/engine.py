@@ -34,6 +34,7 @@ os.environ |= {
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.distributed import get_tp_group
+from vllm.exceptions import VLLMError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -135,7 +136,7 @@ class VLLMRollout(QueuedRollout):
                     seed=0,
                     weight_transfer_config={"backend": IN_PROCESS},
                 )
-            except (ValueError, RuntimeError, NotImplementedError, LookupError) as error:
+            except (ValueError, RuntimeError, NotImplementedError, LookupError, VLLMError) as error:
                 reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
                 raise ModelError(f"rollout.name=vllm: the engine did not start: {reason}") from error
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
@@ -383,7 +384,7 @@ class VLLMRollout(QueuedRollout):
             self._worker.update_weights({"weights": self._weights.sent(weights)})
         except ModelError:
             raise
-        except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+        except (KeyError, ValueError, RuntimeError, AssertionError, VLLMError) as error:
             raise ModelError(f"weight transfer: vLLM's {self._name} does not load them: {error}") from error
         if not last:
             return
@@ -435,7 +436,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{key} has no {', '.join(sorted(unknown))}; it has {', '.join(fields)}")
         try:
             made[name] = classes[name](**options[name])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, VLLMError) as error:
             raise ConfigError(f"{key}={options[name]}: {error}") from error
     return made
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from strop.config.schema.base import (
     MAY_CHANGE,
     Count,
@@ -57,15 +59,15 @@ class SamplingConfig(Section, resumes=MAY_CHANGE):
     """vLLM: sample only tokens with this share of the likeliest token's probability; 0: off."""
     min_tokens: Annotated[Count, _sampling(0, continues=True)]
     """vLLM: no end of a response before this many tokens."""
-    presence_penalty: Annotated[Number, _sampling(0.0)]
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2), _sampling(0.0)]
     """vLLM: subtracted from the logit of every token that the response already has; 0: off."""
-    frequency_penalty: Annotated[Number, _sampling(0.0)]
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2), _sampling(0.0)]
     """vLLM: subtracted from the logit of a token, once for each time that the response has it; 0: off."""
     repetition_penalty: Annotated[PositiveFloat, _sampling(1.0, continues=True)]
     """vLLM: divides positive logits of tokens in prompt and response, multiplies negative ones; 1: off."""
     logit_bias: Annotated[dict[int, Number] | None, _sampling(continues=True)]
     """vLLM: added to the logits of these token ids."""
-    allowed_token_ids: Annotated[list[Count] | None, _sampling(continues=True)]
+    allowed_token_ids: Annotated[list[Count] | None, Field(min_length=1), _sampling(continues=True)]
     """vLLM: sample among these token ids only; null: all."""
     bad_words: Annotated[Names, _sampling([])]
     """vLLM: texts that are not generated."""

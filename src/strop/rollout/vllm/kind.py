@@ -26,6 +26,7 @@ HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
 SEEN_BOTH_WAYS = ("gemma3", "paligemma")
 """Families whose tokens of a picture attend to each other."""
+_HIGHEST_TEMPERATURE = 2.0
 _GPU = 80 * 2**30
 _BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
@@ -97,8 +98,20 @@ class VLLMKind(RolloutKind):
             )
 
     def sampling_rules(self, config: Any) -> Iterator[Finding]:
-        """Check precision, and sampling that looks at the response so far."""
-        steps = config.trainer.async_steps
+        """Check precision, values that vLLM refuses, and sampling that looks at the response so far."""
+        steps, rollout = config.trainer.async_steps, config.actor_rollout_ref.rollout
+        validation = rollout.val_kwargs
+        for name, value in (
+            ("temperature", rollout.temperature if rollout.do_sample else 0),
+            ("val_kwargs.temperature", validation.temperature if validation.do_sample else 0),
+        ):
+            if value > _HIGHEST_TEMPERATURE:
+                yield error(
+                    f"{_ROLLOUT}.{name}={value:g}: vLLM takes {_HIGHEST_TEMPERATURE:g} at most; lower it, "
+                    f"or set {_ROLLOUT}.name=hf"
+                )
+        if rollout.min_tokens > (most := config.data.max_response_length):
+            yield error(f"{_ROLLOUT}.min_tokens={rollout.min_tokens}: data.max_response_length is {most}")
         whole = [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _SAMPLING[name].continues]
         if whole and (uses_environment(config) or uses_agent(config)):
             yield error(
