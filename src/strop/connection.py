@@ -58,8 +58,14 @@ class Connection:
         socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         try:
-            # no variable of the environment: a proxy for the internet is none for these servers
-            transport = httpx2.AsyncHTTPTransport(limits=limits, trust_env=False, uds=socket, proxy=proxy)
+            verify = httpx2.create_ssl_context() if url.startswith("https:") else True
+        except OSError as error:
+            raise ConfigError(f"{url}: SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {error}") from None
+        try:
+            # of the environment only certificates: a proxy for the internet is none for these servers
+            transport = httpx2.AsyncHTTPTransport(
+                verify=verify, limits=limits, trust_env=False, uds=socket, proxy=proxy
+            )
         except ImportError as error:
             raise ConfigError(f"{url}: http.proxy: {error}") from None
         except (ValueError, httpx2.InvalidURL):  # the error's text may have a login

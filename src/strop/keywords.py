@@ -647,6 +647,8 @@ class TrainRewardModelJudge(TypedDict, total=False):
     """Text, or a file, with {prompt}, {response} and {ground_truth}; null: the one of strop docs rewards."""
     scale: Sequence[float]
     """Lowest and highest number that it may give, mapped to 0 and 1; the last number of its answer counts."""
+    temperature: float | None
+    """Temperature of its answers, 0: greedy; null: its own, of services that take no other."""
 
 
 class TrainRewardModel(TypedDict, total=False):

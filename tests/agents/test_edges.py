@@ -21,7 +21,7 @@ from test_limits import _asks, _asks_plainly, _ended, _error, _Open
 
 from strop.agents import server
 from strop.agents import session as session_module
-from strop.agents.chat import ChatFormat, Refusal, read_request
+from strop.agents.chat import ChatFormat, Refusal, read_request, split_thinking
 from strop.agents.session import Node, Session
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -87,6 +87,14 @@ def test_a_request_that_finds_the_room_taken_when_it_is_sampled_is_refused():
     assert found["Hi"] == "answered"
     assert "context_length_exceeded" in found["then"]
     assert (_ended(result), result.batch["response_mask"].sum().item()) == (["length"], 96)
+
+
+def test_the_analysis_of_harmony_is_thinking():
+    said = "<|channel|>analysis<|message|>A sum.<|end|><|start|>assistant<|channel|>final<|message|>Three"
+    assert split_thinking(said) == ("A sum.", "Three")
+    assert split_thinking("<|channel|>final<|message|>Three") == ("", "Three")
+    assert split_thinking("<|channel|>analysis<|message|>A su") == ("A su", "")
+    assert split_thinking("<think>x</think>y") == ("x", "y")
 
 
 def test_of_first_contexts_at_once_the_longest_that_fits_is_the_prompt_whichever_came_first():

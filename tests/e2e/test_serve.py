@@ -173,8 +173,9 @@ def test_a_stream_has_the_same_answer(client):
 def test_models_are_listed_and_found_by_name(model, client):
     assert [one.id for one in client.models.list()] == [model.name]
     assert client.models.retrieve(model.name).id == model.name
-    with pytest.raises(openai.NotFoundError, match=f"no model 'a/b'; the models are {model.name}"):
+    with pytest.raises(openai.NotFoundError, match=f"no model 'a/b'; the models are {model.name}") as unknown:
         client.models.retrieve("a/b")
+    assert unknown.value.code == "model_not_found"
 
 
 def test_requests_without_the_key_are_refused(model, client):
@@ -190,6 +191,7 @@ def test_requests_without_the_key_are_refused(model, client):
             with pytest.raises(openai.AuthenticationError, match="missing or wrong") as refused:
                 request(stranger, extra_headers=headers)
             assert refused.value.response.headers["x-should-retry"] == "false"
+            assert refused.value.code == "invalid_api_key"
 
 
 def test_a_name_that_another_site_lets_resolve_to_this_machine_is_refused_without_a_token(model):
@@ -230,8 +232,11 @@ def test_what_is_not_served_is_refused(client):
         {"logprobs": True},
         {"text": "x" * 1024},
     ):
-        with pytest.raises(openai.BadRequestError, match="|".join((*wrong, "context_length_exceeded"))):
+        with pytest.raises(
+            openai.BadRequestError, match="|".join((*wrong, "context_length_exceeded"))
+        ) as found:
             ask(client, **wrong)
+        assert found.value.code == ("context_length_exceeded" if "text" in wrong else None)
 
 
 def test_a_client_that_hangs_up_leaves_the_others_alone(client):
@@ -396,7 +401,7 @@ def test_an_answer_that_has_no_text_is_an_error_of_its_request(scripted, monkeyp
 def served(*arguments, **environment):
     """The command's process, its address, and the line after it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "strop.cli", "serve", *arguments, "--port", "0"],
+        [sys.executable, "-m", "strop", "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -19,7 +20,7 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.connection import Connection
 from strop.errors import ConfigError, RewardError
-from strop.rewards.judge import number_in, reason_of_silence, rubric_of, text_of, with_judge
+from strop.rewards.judge import number_in, rate, reason_of_silence, rubric_of, text_of, with_judge
 
 from builders import write_prompts
 from messages import naming
@@ -82,7 +83,7 @@ def serve() -> Iterator[Callable[[Say], Judge]]:
 
 
 def section(url: str, **keys: Any) -> SimpleNamespace:
-    usual = {"token_env": None, "model": None, "rubric": None, "scale": [0, 10]}
+    usual = {"token_env": None, "model": None, "rubric": None, "scale": [0, 10], "temperature": 0.0}
     return SimpleNamespace(url=url, **usual | keys)
 
 
@@ -323,3 +324,13 @@ def test_check_names_what_is_wrong_with_a_judge(keys: list[str], words: tuple[st
 def test_a_part_of_the_judges_name_has_no_scorer_of_its_own():
     with pytest.raises(ConfigError, match=naming("reward_model.parts.judge")):
         with_judge({"judge": {"scorer": "exact"}}, section("http://127.0.0.1:8"))
+
+
+def test_a_temperature_may_be_left_to_the_service(serve: Any):
+    server = serve(lambda text, number: (200, "8"))
+    options = {"url": f"{server.url}/v1", "token_env": None, "model": "m", "rubric": None, "scale": (0, 10)}
+    for temperature in (0.5, None):
+        question = [{"role": "user", "content": "1+2="}]
+        assert asyncio.run(rate(question, "3", temperature=temperature, **options))["score"] == 0.8
+    assert [body.get("temperature", "none") for body in server.bodies] == [0.5, "none"]
+    assert "seed" not in server.bodies[1]

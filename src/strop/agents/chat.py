@@ -24,8 +24,16 @@ if TYPE_CHECKING:
     from strop.config.schema import Config
     from strop.data.pictures.expand import PromptPictures
 
+TOO_LONG = "context_length_exceeded"
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>(.*)|$)", re.DOTALL)
+_HARMONY = re.compile(
+    r"\s*(?:<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>(?:<\|start\|>assistant)?|$))?"
+    r"(?:<\|channel\|>final<\|message\|>)?(.*)",
+    re.DOTALL,
+)
+"""An answer of gpt-oss: its analysis, and what is said."""
+_BRIDGES = 64
 _BETWEEN = "\ufdd0"
 """Character of no text, in the place of a picture."""
 _SERVED = {
@@ -55,11 +63,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Refusal(Exception):
-    """A request that is not served: the HTTP status and one line."""
+    """A request that is not served: the HTTP status, one line, and OpenAI's name for the reason."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 class ChatRequest(NamedTuple):
@@ -231,8 +239,8 @@ def split_thinking(text: str, prompt_end: str = "") -> tuple[str, str]:
     """
     if opens_thinking(prompt_end):
         text = f"<think>{text}"
-    found = _THOUGHT.match(text)
-    return (found[1].strip(), found[2] or "") if found else ("", text)
+    found = _HARMONY.fullmatch(text) if "<|channel|>" in text else _THOUGHT.match(text)
+    return ((found[1] or "").strip(), found[2] or "") if found else ("", text)
 
 
 class ChatFormat:
@@ -260,6 +268,8 @@ class ChatFormat:
     def bridge(self, request: ChatRequest) -> Bridge:
         """Return the bridge for a request's tools; ``Refusal`` if the chat template has none."""
         if request.shown not in self._bridges:
+            while len(self._bridges) >= _BRIDGES:  # descriptions of tools may have the time of day
+                self._bridges.pop(next(iter(self._bridges)))
             try:
                 require_schemas(request.tools)
                 self._bridges[request.shown] = Bridge(
@@ -271,7 +281,8 @@ class ChatFormat:
                 )
             except ModelError as error:
                 raise Refusal(400, str(error)) from error
-        return self._bridges[request.shown]
+        self._bridges[request.shown] = bridge = self._bridges.pop(request.shown)  # the newest is the last
+        return bridge
 
     def parser(self) -> Any:
         """Return the parser of calls; ``Refusal`` if none follows from the chat template."""
@@ -353,7 +364,7 @@ class ChatFormat:
             malformed = "expected one call in a turn"
         if malformed or not calls:
             return ChatAnswer(content, thinking, (), malformed)
-        return ChatAnswer(turn.content, thinking, calls, "")
+        return ChatAnswer(split_thinking(turn.content)[1], thinking, calls, "")
 
     def cut_at_stop(self, ids: list[int], stop: Sequence[str]) -> tuple[int, bool]:
         """Return the number of ``ids`` to the end of the first text of ``stop``, and True if there is one."""

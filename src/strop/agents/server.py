@@ -95,10 +95,10 @@ class Server:
             given = [bearer(request.headers.get("Authorization", ""))]
             try:
                 if not self._key_in_path and (refused := self._address.refusal(request.host, given)):
-                    raise Refusal(*refused)
+                    raise Refusal(*refused, code="invalid_api_key" if refused[0] == 401 else None)
                 return await answer(request)
             except Refusal as refusal:
-                return _refused(refusal.status, str(refusal))
+                return _refused(refusal.status, str(refusal), refusal.code)
 
         return handle
 
@@ -109,7 +109,9 @@ class Server:
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name, names = request.match_info["name"], self._handler.models()
         if name not in names:
-            raise Refusal(404, f"there is no model {name[:80]!r}; the models are {', '.join(names)}")
+            raise Refusal(
+                404, f"there is no model {name[:80]!r}; the models are {', '.join(names)}", "model_not_found"
+            )
         return web.json_response(_model_named(name))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -165,9 +167,9 @@ def _json_of(text: str) -> Any:
     return json.loads(text)
 
 
-def _refused(status: int, message: str) -> web.Response:
+def _refused(status: int, message: str, code: str | None = None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
+    error = {"message": message, "type": kind, "param": None, "code": code}
     return web.json_response({"error": error}, status=status, headers=_FINAL)
 
 

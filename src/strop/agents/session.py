@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop.agents.chat import (
+    TOO_LONG,
     ChatAnswer,
     ChatFormat,
     ChatRequest,
@@ -241,9 +242,10 @@ class Session:
         """Return the refusal of a request whose context does not fit."""
         return Refusal(
             400,
-            "context_length_exceeded: the session's contexts and answers have no room left in "
+            f"{TOO_LONG}: the session's contexts and answers have no room left in "
             f"data.max_response_length={self._room} tokens (a first context of at most "
             f"data.max_prompt_length={self._widest} needs none of them)",
+            TOO_LONG,
         )
 
     def _seed_of(self, request: ChatRequest, context: Shown, number: int) -> int | None:

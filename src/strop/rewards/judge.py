@@ -80,6 +80,7 @@ def with_judge(parts: dict[str, Any], judge: Any) -> dict[str, Any]:
         "model": judge.model,
         "rubric": rubric_of(judge.rubric),
         "scale": tuple(judge.scale),
+        "temperature": judge.temperature,
     }
     return {**parts, JUDGE: {**entry, "scorer": rate, "kwargs": options}}
 
@@ -126,6 +127,7 @@ async def rate(
     model: str | None,
     rubric: str | None,
     scale: tuple[float, float],
+    temperature: float | None,
 ) -> dict[str, Any]:
     """Return the score of a response, 0 to 1, with the judge's ``prompt`` and ``answer``.
 
@@ -142,7 +144,7 @@ async def rate(
     connection, pauses, busy_s = _connection(url, token_env), list(_PAUSES_S), 0.5
     while True:
         try:
-            answer = await _chat(connection, model, asked)
+            answer = await _chat(connection, model, asked, temperature)
             break
         except Lost as lost:
             if not lost.is_busy and not pauses:
@@ -199,8 +201,8 @@ def _value(word: str) -> float | None:
     return float(word.rstrip("%").replace(",", "")) if _NUMBER.fullmatch(word) else None
 
 
-async def _chat(connection: Connection, model: str | None, text: str) -> str:
-    """Return the answer to one user message, by greedy decoding. Raises ``Lost`` and ``Refused``."""
+async def _chat(connection: Connection, model: str | None, text: str, temperature: float | None) -> str:
+    """Return the answer to one user message. Raises ``Lost`` and ``Refused``."""
     if model is None and (model := _served.get(connection.url)) is None:
         models: Any = (await connection.call("/models", _NO_LIMIT_S)).get("data")
         try:
@@ -210,8 +212,7 @@ async def _chat(connection: Connection, model: str | None, text: str) -> str:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
-        "temperature": 0,
-        "seed": 0,
+        **({} if temperature is None else {"temperature": temperature, "seed": 0}),
     }
     found = await connection.call("/chat/completions", _NO_LIMIT_S, body)
     try:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
-from strop.agents.chat import ChatFormat, Refusal, read_request
+from strop.agents.chat import TOO_LONG, ChatFormat, Refusal, read_request
 from strop.agents.server import Reply, Server
 from strop.agents.session import Node
 from strop.config.backends import ROLLOUTS
@@ -101,7 +101,8 @@ class _Handler:
         shown, most = self._form.prompt(request), self._params.max_tokens
         ids = shown.ids
         if len(ids) >= most:
-            raise Refusal(400, f"context_length_exceeded: {len(ids)} tokens, and {most} fit with an answer")
+            problem = f"{TOO_LONG}: {len(ids)} tokens, and {most} fit with an answer"
+            raise Refusal(400, problem, TOO_LONG)
         params = replace(self._params, temperature=temperature, top_p=top_p)
         drawn = (secrets.randbits(63) if seed is None else seed) % 2**63
         node = Node(None, request, ids, secrets.token_hex(12), drawn, shown.images_at)

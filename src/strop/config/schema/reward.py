@@ -13,6 +13,7 @@ from strop.config.schema.base import (
     Count,
     Fraction,
     Modules,
+    NonNegativeFloat,
     Number,
     PositiveInt,
     Processes,
@@ -73,6 +74,8 @@ class JudgeConfig(Section, resumes=SAME):
     """Text, or a file, with {prompt}, {response} and {ground_truth}; null: the one of strop docs rewards."""
     scale: Annotated[list[Number], Field(min_length=2, max_length=2), _NO_JUDGE]
     """Lowest and highest number that it may give, mapped to 0 and 1; the last number of its answer counts."""
+    temperature: Annotated[NonNegativeFloat | None, _NO_JUDGE]
+    """Temperature of its answers, 0: greedy; null: its own, of services that take no other."""
 
 
 @engine_sections("reward_model", _NO_MODEL)
