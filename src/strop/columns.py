@@ -175,6 +175,8 @@ another, and sampler and trainer differ by about 1e-3, so they keep 16 (7.6e-6).
 """
 SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in TOKEN_COLUMNS}
 """Column of a samples file -> its description."""
+TEACHER_COLUMNS = ("teacher", "teacher_hidden", "teacher_ids", "teacher_top")
+"""Columns that passes with a teacher read, as far as a batch has them."""
 
 
 def sampled_runs(ids_T: Any, mask_T: Any) -> list[list[int]]:

@@ -25,6 +25,7 @@ from strop.config.schema.base import (
     Required,
     Resumes,
     Section,
+    last_word,
 )
 from strop.config.schema.data import RowsConfig
 from strop.errors import nearest
@@ -84,7 +85,7 @@ def nearest_key(path: str, schema: type[RootConfig] = Config) -> str | None:
     while rest:
         above = f"{section}." if section else ""
         word, _, behind = rest.partition(".")
-        known = [_last_word(key) for key in keys if key.rpartition(".")[0] == section]
+        known = [last_word(key) for key in keys if key.rpartition(".")[0] == section]
         below = [key for key in keys if key.startswith(above) and key.endswith(f".{rest}")]
         if word not in known and len(below) == 1 and (section or behind):
             return below[0]
@@ -100,8 +101,8 @@ def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     keys = all_keys(schema)
     guess = nearest_key(path, schema)
     guesses = [guess] if guess else _elsewhere(path, list(keys))
-    if not guess or _last_word(guess) != _last_word(path):
-        guesses = _by_other_name(_last_word(path), list(keys)) or guesses
+    if not guess or last_word(guess) != last_word(path):
+        guesses = _by_other_name(last_word(path), list(keys)) or guesses
     if "." not in path:
         guesses = guesses or _by_other_name(nearest(path, _SHORT_NAMES) or "", list(keys))
     if guesses:
@@ -110,7 +111,7 @@ def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     section = path.rpartition(".")[0]
     while section and section not in sections:
         section = section.rpartition(".")[0]
-    siblings = [_last_word(known) for known in keys if known.rpartition(".")[0] == section]
+    siblings = [last_word(known) for known in keys if known.rpartition(".")[0] == section]
     return f"{path}: unknown key; the keys of {section or 'the configuration'} are {', '.join(siblings)}"
 
 
@@ -194,10 +195,10 @@ def _elsewhere(path: str, keys: list[str]) -> list[str]:
 
     def found(last: str) -> list[str]:
         others = path.split(".")[:-1]
-        return [key for key in keys if _last_word(key) == last and _in_order(others, key.split("."))]
+        return [key for key in keys if last_word(key) == last and _in_order(others, key.split("."))]
 
-    word = _last_word(path)
-    close = nearest(word, map(_last_word, keys), similarity=_CLOSE_ENOUGH_ELSEWHERE)
+    word = last_word(path)
+    close = nearest(word, map(last_word, keys), similarity=_CLOSE_ENOUGH_ELSEWHERE)
     matching = found(word) or (found(close) if close else [])
     return sorted(matching, key=_not_of_the_actor)[:_MOST_GUESSES]
 
@@ -205,10 +206,6 @@ def _elsewhere(path: str, keys: list[str]) -> list[str]:
 def _in_order(words: list[str], among: list[str]) -> bool:
     rest = iter(among)
     return all(word in rest for word in words)
-
-
-def _last_word(path: str) -> str:
-    return path.rpartition(".")[2]
 
 
 def _walk(section: type[Section], prefix: str = "", inherited: tuple[Limit, ...] = ()) -> Iterator[Key]:

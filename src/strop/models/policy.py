@@ -18,11 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from strop.algorithms.distillation import cut, top_words
 from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer
+from strop.columns import TEACHER_COLUMNS
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
 from strop.models.heads import decoder_of, model_errors, projection_of, require_numbers
-from strop.models.teaching import TEACHER_COLUMNS, Teaching, as_layer
+from strop.models.teaching import Teaching, as_layer
 from strop.models.tree import by_leaf
 from strop.torch_private import has_forward_hooks
 

@@ -18,9 +18,6 @@ from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm
 from strop.models.heads import projection_of
 
-TEACHER_COLUMNS = ("teacher", "teacher_hidden", "teacher_ids", "teacher_top")
-"""Columns that passes ``with_teacher`` read, as far as a batch has them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Teaching:
@@ -41,7 +38,8 @@ class Teaching:
         heads: Sequence[OutputLayer],
         temperature: float,
     ) -> dict[str, Tensor]:
-        """Return ``teacher_kl`` and ``teacher_agrees`` [N]; ``found`` has columns of ``TEACHER_COLUMNS``.
+        """Return ``teacher_kl`` and ``teacher_agrees`` [N]; ``found`` has columns of
+        ``strop.columns.TEACHER_COLUMNS``.
 
         ``heads`` are the output layers of the teachers, which the column ``teacher`` numbers.
         """

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WINDOW = 256
-_SHOWN_CHARACTERS = 200
-_SHOWN_OF_SPECIAL = 200
-"""Characters at each end of a response with special tokens."""
+_SHOWN = 200
+"""Characters of a response; at each end of one with special tokens."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ def name_sample(row: int, data_source: Any, extra_info: Any, response: str | Non
     if isinstance(extra_info, Mapping) and extra_info.get("index") is not None:
         facts.append(f"extra_info.index={extra_info['index']}")
     if response is not None:
-        shown = response if len(response) <= _SHOWN_CHARACTERS else response[:_SHOWN_CHARACTERS] + "..."
+        shown = response if len(response) <= _SHOWN else response[:_SHOWN] + "..."
         facts.append(f"response={shown!r}")
     return f"sample {row} ({', '.join(facts)})"
 
@@ -411,9 +410,9 @@ def describe_sample(
     ``whole``: the response with special tokens, if its scored text lacks some. The middle of a
     long one is left out: a model that never ends may write hundreds of them.
     """
-    if len(whole) > 2 * _SHOWN_OF_SPECIAL:
-        left_out = len(whole) - 2 * _SHOWN_OF_SPECIAL
-        whole = f"{whole[:_SHOWN_OF_SPECIAL]} ... ({left_out} characters) ... {whole[-_SHOWN_OF_SPECIAL:]}"
+    if len(whole) > 2 * _SHOWN:
+        left_out = len(whole) - 2 * _SHOWN
+        whole = f"{whole[:_SHOWN]} ... ({left_out} characters) ... {whole[-_SHOWN:]}"
     named = "".join(f", {name} {value:g}" for name, value in parts.items())
     lines = [
         _field("data source", sample.data_source),

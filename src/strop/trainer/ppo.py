@@ -23,6 +23,7 @@ from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.algorithms.registry import required_parameters
+from strop.columns import TEACHER_COLUMNS
 from strop.config.roles import (
     has_kl_in_reward,
     has_reward,
@@ -59,8 +60,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-_OF_TEACHER = ("teacher", "teacher_hidden", "teacher_ids", "teacher_top")
-_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", *_OF_TEACHER)
+_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", *TEACHER_COLUMNS)
 _EVALUATED = ("old_log_probs", "ref_log_prob", "values")
 
 

@@ -57,9 +57,9 @@ class OutputReader:
                 self._read(_PIPE_BYTES)
             self._allowance = _ALLOWANCE_CHARACTERS
 
-    def tail(self, wait_s: float = 1.0) -> str:
-        """Return the last printed characters, once the process has ended or ``wait_s`` have passed."""
-        self._thread.join(wait_s)
+    def tail(self) -> str:
+        """Return the last printed characters, once the process has ended or a second has passed."""
+        self._thread.join(1.0)
         return self._tail.strip()
 
     def _run(self) -> None:
