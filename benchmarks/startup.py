@@ -53,7 +53,8 @@ MOMENTS = {"first line": "", "loading the model": "loading the model", "first st
 
 def measure(arguments: list[str], source: Path, folder: Path) -> dict[str, float] | None:
     """Run a command; return its moments, ``end`` and ``CPU`` in seconds, or None if this strop lacks it."""
-    command = [sys.executable, "-m", "strop.cli", *arguments]
+    # not -m strop, which earlier versions lack
+    command = [sys.executable, "-c", "from strop.cli.main import main; raise SystemExit(main())", *arguments]
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     began, found = time.perf_counter(), {}

@@ -6,5 +6,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . examples/smollm2.sh
 
-$PYTHON -m strop.cli train $MODEL examples/sums.csv --reward examples/sums_reward.py --steps 30 --out runs/sums \
+$PYTHON -m strop train $MODEL examples/sums.csv --reward examples/sums_reward.py --steps 30 --out runs/sums \
     data.train_batch_size=8 data.max_response_length=16 actor_rollout_ref.rollout.name=hf "$@"

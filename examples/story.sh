@@ -13,9 +13,9 @@ TURNS=($SHOWN environment.tools=[$TOOL:calculate] environment.max_turns=3 data.a
 AHEAD=(trainer.async_steps=1 trainer.worker_group=local actor_rollout_ref.hybrid_engine=False
     'trainer.resource_pools={learner: [1], rollout: [1]}' 'trainer.placement={Rollout: rollout}'
     actor_rollout_ref.actor.rollout_is=token)
-strop() { $PYTHON -m strop.cli "$@"; }
+strop() { $PYTHON -m strop "$@"; }
 train() { # the same command starts and resumes
-    exec $PYTHON -m strop.cli train $OUT/warm_up/final_model $OUT/data/train.jsonl --reward $TOOL:right --steps 6 \
+    exec $PYTHON -m strop train $OUT/warm_up/final_model $OUT/data/train.jsonl --reward $TOOL:right --steps 6 \
         --n 4 --out $OUT/run "${TURNS[@]}" "${AHEAD[@]}" data.train_batch_size=8 data.max_prompt_length=64 \
         data.max_response_length=96 actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.temperature=0.7
 }
@@ -38,7 +38,7 @@ accuracy $OUT/run after
 accuracy $OUT/run off "environment.tools=[$TOOL:off]"
 
 export STROP_SERVE_TOKEN=story OPENAI_API_KEY=story OPENAI_BASE_URL=http://127.0.0.1:8399/v1
-$PYTHON -m strop.cli serve $OUT/run $SHOWN --port 8399 &
+$PYTHON -m strop serve $OUT/run $SHOWN --port 8399 &
 while kill -0 $! && ! curl -s -o /dev/null $OPENAI_BASE_URL/models; do sleep 1; done
 $PYTHON examples/story_agent.py "What is 345 times 678?" "What is 912 times 107?"
 kill $!

@@ -102,7 +102,7 @@ def start(target: Target, *arguments: Any, env: dict[str, str] | None = None) ->
     """Run ``target`` in a child with this process's environment and ``env``; kill it when the block ends.
 
     ``target`` is a module-level function, called with ``arguments``, or a command line of Python without the
-    interpreter: ``["-m", "strop.cli", ...]`` or ``["-c", code, ...]``.
+    interpreter: ``["-m", "strop", ...]`` or ``["-c", code, ...]``.
     """
     with tempfile.TemporaryDirectory() as out:
         child = Child(target, arguments, {**os.environ, **(env or {})}, Path(out))

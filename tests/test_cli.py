@@ -263,9 +263,7 @@ def test_the_shell_gets_completions(tmp_path):
     line = "strop train trainer.dev"
     shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     shell |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"), "_ARGCOMPLETE_SHELL": "bash"}
-    run = subprocess.run(
-        [sys.executable, "-m", "strop.cli"], env={**os.environ, **shell}, capture_output=True
-    )
+    run = subprocess.run([sys.executable, "-m", "strop"], env={**os.environ, **shell}, capture_output=True)
     assert (tmp_path / "answer").read_text().split() == ["trainer.device="], run.stderr
 
 
@@ -363,3 +361,18 @@ def test_broken_files_and_arguments_end_with_status_2_and_a_message(
     assert main(arguments) == 2
     printed = capsys.readouterr().err.replace("\n", " ")
     assert re.search(message, printed), printed
+
+
+def test_the_package_is_the_command_too():
+    run = subprocess.run([sys.executable, "-m", "strop", "--version"], capture_output=True, text=True)
+    assert run.stdout.split()[0] == "strop", run.stderr
+
+
+def test_texts_are_shown_in_any_locale():
+    """The terminal of a Latin-1 locale has no sparklines; files of the package are UTF-8 in any."""
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    for arguments in (["docs", "view"], ["docs"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "strop", *arguments], capture_output=True, env=environment
+        )
+        assert run.returncode == 0, run.stderr

@@ -147,7 +147,7 @@ def test_a_page_is_printed_as_it_is_into_a_pipe(capsys):
 
 def test_a_closed_pipe_ends_the_commands_without_a_traceback():
     for arguments in (["docs"], ["docs", "config_critic"], ["keys", "a"]):
-        command = [sys.executable, "-m", "strop.cli", *arguments]
+        command = [sys.executable, "-m", "strop", *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         process.stdout.close()
         assert process.communicate()[1] == ""

@@ -150,7 +150,7 @@ class Evaluation:
     @property
     def results(self) -> dict[str, Any]:
         """The content of ``results.json``: model, sampling, and statistics with intervals by data source."""
-        return json.loads((self.folder / "results.json").read_text())
+        return json.loads((self.folder / "results.json").read_bytes())
 
     @property
     def scores(self) -> dict[str, float]:

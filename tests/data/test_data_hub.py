@@ -117,7 +117,7 @@ def test_the_rate_of_a_recipe_needs_no_weights_of_a_model_on_the_hub(tmp_path):
     weights = save({"weight": np.zeros(133_000, dtype=np.int8)})
     files = {"config.json": json.dumps(shape).encode(), "model.safetensors": weights}
     data = write_prompts(tmp_path / "train.parquet", 20)
-    command = ["-m", "strop.cli", "check", "--config-only", "--full", "--recipe", "grpo"]
+    command = ["-m", "strop", "check", "--config-only", "--full", "--recipe", "grpo"]
     command += [f"actor_rollout_ref.model.path={NAME}", f"data.train_files={data}"]
     command += ["actor_rollout_ref.rollout.name=hf"]
     with serving(Hub(NAME, files)) as server:
@@ -160,7 +160,7 @@ def test_a_check_of_the_configuration_fetches_nothing(tmp_path):
     with serving(Hub(NAME, FILES)) as server:
         machine = Machine(tmp_path, server.url)
         run = machine.start(
-            "-m", "strop.cli", "check", "--config-only", f"actor_rollout_ref.model.path={NAME}",
+            "-m", "strop", "check", "--config-only", f"actor_rollout_ref.model.path={NAME}",
             f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/train.parquet",
             "data.train_batch_size=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.name=hf",

@@ -67,7 +67,7 @@ def _started(inputs, run, program):
         "trainer.device": "cpu",
         "trainer.save_freq": 1,
     }
-    command = [sys.executable, "-m", "strop.cli", "train", inputs / "model", inputs / "rows.jsonl"]
+    command = [sys.executable, "-m", "strop", "train", inputs / "model", inputs / "rows.jsonl"]
     command += ["--steps", "3", "--n", "2", "--out", run, *(f"{name}={one}" for name, one in options.items())]
     with (run.parent / f"{run.name}.log").open("ab") as log:
         return subprocess.Popen([*map(str, command)], stdout=log, stderr=log)

@@ -114,6 +114,7 @@ def problems(inputs, *extra, teacher="teacher"):
         (["teacher.kl=sampled", "teacher.top_k=4"], ["teacher.top_k", "null"]),
         (["teacher.model.path=''"], ["reward_manager=none", "teacher.model.path"]),
         (["algorithm.filter_groups.enable=true"], ["filter_groups", "reward_manager=none"]),
+        (["algorithm.kl_ctrl.kl_coef=0.01"], ["kl_coef=0.01", "reward_manager=none", "use_kl_loss"]),
         (["algorithm.adv_estimator=reinforce_plus_plus"], ["adv_estimator", "whitens"]),
         (["algorithm.adv_estimator=gae"], ["adv_estimator", "whitens"]),
         (["actor_rollout_ref.actor.strategy=megatron", "trainer.n_gpus_per_node=2"], ["whole logits"]),

@@ -482,6 +482,13 @@ def test_an_error_of_types_names_the_columns_that_are_numbers(function: Any):
     ]
 
 
+def test_a_column_of_truth_values_is_named_as_one_of_numbers():
+    remarks = Function(lambda response, answer: 0.0, "the function").numbers({"answer": True})
+    assert remarks == [
+        "answer=True is of type bool, as in the data; data.answer_key=answer makes the column text"
+    ]
+
+
 @pytest.mark.parametrize(
     "function",
     [

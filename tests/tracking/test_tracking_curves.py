@@ -67,6 +67,11 @@ def test_two_metrics_of_a_panel_are_two_curves(drawn):
     assert [has_colour(both, colour) for colour in COLOURS[:2]] == [True, True]
 
 
+def test_any_number_of_validation_sets_is_drawn(drawn):
+    curves = {f"val/test_score/set{i}": lambda step, i=i: rising(step) + i for i in range(9)}
+    assert has_colour(drawn("many", 6, curves), COLOURS[0])
+
+
 @pytest.mark.parametrize("n_steps", [1, 2, 39, 40, 400])
 def test_short_and_long_runs_are_drawn(drawn, n_steps):
     curves = {"critic/score/mean": rising, "critic/vf_explained_var": rising}

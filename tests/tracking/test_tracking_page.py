@@ -374,7 +374,7 @@ def test_the_first_request_with_the_token_sets_the_cookie(server):
 def test_the_command_prints_the_address_with_a_new_token(run_dir, tmp_path):
     addresses = []
     for options in ([], [], ["--no-token"]):
-        command = [sys.executable, "-m", "strop.cli", "view", str(run_dir), "--web", "--port", "0", *options]
+        command = [sys.executable, "-m", "strop", "view", str(run_dir), "--web", "--port", "0", *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 url = urlsplit(process.stdout.readline().split()[0])

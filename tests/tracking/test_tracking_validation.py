@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
 
+from strop.tracking.jsonl import read_metrics
 from strop.tracking.report import (
     Estimate,
     ShownSample,
@@ -156,3 +158,16 @@ def test_hidden_tokens_are_a_metric_and_a_figure_of_the_file():
     assert report.metrics()["val/hidden_tokens/my/code"] == 1.5
     assert report.as_json()["sources"]["my/code"]["hidden_tokens"] == 1.5
     assert not any("hidden" in name for name in REPORT.metrics())
+
+
+def test_a_reader_that_is_gone_ends_no_run(tmp_path, track, monkeypatch):
+    """rich exits the process where the pipe is closed, as for ``| head``."""
+    read, write = os.pipe()
+    os.close(read)
+    with track(tmp_path, ["console"]) as tracking, open(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        tracking.log_validation(1, REPORT)
+        tracking.log(1, {"critic/score/mean": 0.5})
+        monkeypatch.undo()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["critic/score/mean"] == 0.5

@@ -102,6 +102,7 @@ def test_a_chosen_step_shows_its_metrics_and_samples(run_dir, capsys):
     assert "Samples of step 2" in text
     assert f"({run_dir / 'validation'}" in text.replace("\n", "")
     assert mentions(view(capsys, run_dir, "--step", 2, status=2), "no samples of step 2")
+    assert mentions(view(capsys, run_dir, "--step", 999, "--samples", 0, status=2), "no samples of step 999")
 
 
 def test_a_run_without_samples_shows_the_metrics_of_a_chosen_step(track, tmp_path, capsys):

@@ -10,7 +10,9 @@ import time
 from typing import Literal
 
 import pytest
+import torch
 
+from strop.columns import ENDED_BY
 from strop.data.prompts import encode_prompts
 from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
@@ -223,6 +225,19 @@ def test_samples_are_counted_by_the_limit_that_cut_them():
     assert ended_by(result) == ["length"] * 3 + ["environment"]
     assert result.batch["turn_cut"].tolist() == [True, False, False, False]
     assert turn_metrics(result)["turns/cut"] == 0.25
+
+
+def test_tokens_of_a_lost_sample_are_no_answers():
+    counts = dict.fromkeys(("n_turns", "n_calls", "n_malformed", "n_errors", "n_other_stop"), torch.ones(2))
+    columns = {
+        "response_mask": torch.tensor([[1, 0, 1], [0, 0, 0]]),
+        "attention_mask": torch.ones(2, 3, dtype=torch.long),
+        "ended_by": torch.tensor([ENDED_BY.index("stop"), ENDED_BY.index("error")]),
+        "turn_cut": torch.zeros(2, dtype=torch.bool),
+        **counts,
+    }
+    found = turn_metrics(DataProto(columns))
+    assert (found["turns/answer_tokens"], found["turns/share_inserted"]) == (0.5, 1 / 3)
 
 
 def test_a_malformed_call_may_end_the_sample():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -207,6 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_process = argv is None
     if argv is None:  # the whole process is the command's
         sys.excepthook = print_exception
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # in a locale that lacks a character of an answer
+                stream.reconfigure(errors="backslashreplace")
         argv = sys.argv[1:]
         if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
             from strop.cli.completion import complete
@@ -226,7 +231,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "check" and is_process and "--time" not in argv:
         gc.set_threshold(100_000)  # collections take a tenth of its time, and find nothing
     sys.path.insert(0, "")  # users' modules, named by import path, are in the current folder
-    parser = _parser(name)
+    try:
+        parser = _parser(name)
+    except KeyboardInterrupt:  # it imports for a second
+        sys.stderr.write("stopped by Ctrl-C\n")
+        return 128 + signal.SIGINT
     arguments, unknown = parser.parse_known_intermixed_args(argv[1:])
     if name == "check":
         arguments.is_process = is_process

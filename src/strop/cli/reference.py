@@ -24,7 +24,7 @@ def add_docs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_docs(arguments: argparse.Namespace) -> int:
     """Show a page in the terminal's pager, or write its Markdown to a pipe."""
-    pages = {file.stem: file.read_text() for file in sorted(_FOLDER.glob("*.md"))}
+    pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted(_FOLDER.glob("*.md"))}
     page = (arguments.page or "").lower()
     console = Console(soft_wrap=True)  # rich ends quietly where a pipe is closed
     if not page:

@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     folder = run_dir / ("validation" if args.validation or args.best else "rollouts")
     if not steps_with_file(folder) and chosen in logged:  # a run that generates nothing
         chosen = None
-    if args.samples > 0 and (step := find_step(folder, chosen)) is not None:
+    step = find_step(folder, chosen) if args.samples > 0 or chosen not in logged else None
+    if args.samples > 0 and step is not None:
         wanted = _Wanted(args.prompt, args.text, args.uid)
         path = step_file(folder, step)
         shown.append(_samples_view(step, path, wanted, count=args.samples, sort=args.sort))

@@ -140,9 +140,9 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
         return path
     if not path.is_dir():
         raise ConfigError(f"--config-path {config_path}: no such file or folder{similar_path(config_path)}")
-    file = path / f"{name}.yaml"
-    if not file.is_file():
-        found = ", ".join(sorted(other.name for other in path.glob("*.yaml"))) or "no YAML file"
+    file = next((file for file in (path / f"{name}.yaml", path / name) if file.is_file()), None)
+    if file is None:
+        found = ", ".join(sorted(other.name for other in path.glob("*.y*ml"))) or "no YAML file"
         raise ConfigError(f"--config-name {name}: no file {name}.yaml in {path}; it has {found}")
     return file
 
@@ -154,6 +154,7 @@ def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) 
         ConfigError: the file is not YAML, holds no mapping, or does not compose.
     """
     from hydra import compose, initialize_config_dir  # not needed without a file
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
 
     try:
@@ -168,6 +169,10 @@ def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) 
                 raise ValueError(
                     f"expected keys and values, as in `data:`, found the text {root.value!r:.60}"
                 )
+            if file.suffix != ".yaml":  # Hydra opens no other file, and looks for `run.yml.yaml`
+                if isinstance(root, yaml.SequenceNode):
+                    raise ValueError("expected keys and values, found a list")
+                ConfigStore.instance().store(name=file.name, node=OmegaConf.load(file))
             layer = compose(file.name, overrides=list(group_overrides))
     except RecursionError as error:
         raise ConfigError(f"{file}: its `defaults:` list leads back to itself") from error

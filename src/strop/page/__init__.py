@@ -16,3 +16,8 @@ SCRIPTS = (
     *("tokens.js", "samples.js", "detail.js", "run.js", "main.js"),
 )
 """The page's files, in the order in which it loads them."""
+
+
+def page_file(name: str) -> str:
+    """Return the text of one of the page's files."""
+    return (STATIC / name).read_text(encoding="utf-8")

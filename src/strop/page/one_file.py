@@ -13,7 +13,7 @@ import numpy as np
 
 from strop.errors import DataError
 from strop.files import atomic_write_text
-from strop.page import SCRIPTS, STATIC, STYLES
+from strop.page import SCRIPTS, STYLES, page_file
 from strop.page.files import KINDS, RunFiles
 
 
@@ -27,14 +27,14 @@ def write_report(path: Path, runs: Sequence[RunFiles], *, steps: int, samples: i
     data = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
     # In base64 no text of a sample can end the element that holds it.
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()  # mtime=0: equal runs, equal bytes
-    styles = "".join(f"<style>\n{(STATIC / name).read_text()}</style>\n" for name in STYLES)
+    styles = "".join(f"<style>\n{page_file(name)}</style>\n" for name in STYLES)
     embedded = f'<script type="text/plain" id="data">{packed}</script>\n'
-    scripts = "".join(f"<script>\n{(STATIC / name).read_text()}</script>\n" for name in SCRIPTS)
+    scripts = "".join(f"<script>\n{page_file(name)}</script>\n" for name in SCRIPTS)
     policy = (
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:\">\n"
     )
-    page = (STATIC / "index.html").read_text().replace("<!-- files -->", policy + styles)
+    page = page_file("index.html").replace("<!-- files -->", policy + styles)
     page = page.replace("</body>", f"{embedded}{scripts}</body>")
     atomic_write_text(path, page)
     return len(page.encode())

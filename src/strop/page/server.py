@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from strop.errors import DataError, in_one_line
 from strop.listening import Address
-from strop.page import SCRIPTS, STATIC, STYLES
+from strop.page import SCRIPTS, STATIC, STYLES, page_file
 from strop.page.files import RunFiles
 
 DEFAULT_PORT = 8390
@@ -88,7 +88,7 @@ def page_html() -> str:
     """Return the page that loads its styles and scripts from the server."""
     styles = "".join(f'<link rel="stylesheet" href="/static/{name}">\n' for name in STYLES)
     scripts = "".join(f'<script defer src="/static/{name}"></script>\n' for name in SCRIPTS)
-    return (STATIC / "index.html").read_text().replace("<!-- files -->", styles + scripts)
+    return page_file("index.html").replace("<!-- files -->", styles + scripts)
 
 
 class PageServer(ThreadingHTTPServer):

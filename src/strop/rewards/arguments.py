@@ -322,7 +322,7 @@ class Function:
         for name in self.ordered:
             value = arguments.get(name)
             first = value[0] if self.is_batch and isinstance(value, list) and value else value
-            if name not in SAMPLE_NAMES and type(first) in (int, float):
+            if name not in SAMPLE_NAMES and type(first) in (bool, int, float):
                 remarks.append(
                     f"{name}={first!r} is of type {type(first).__name__}, as in the data; "
                     f"data.answer_key={name} makes the column text"

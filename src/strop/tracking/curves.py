@@ -162,7 +162,7 @@ def _draw_panel(ax: Axes, panel: Panel, steps: Steps) -> None:
         if low_steps and len(lows) == len(highs):
             ax.fill_between(low_steps, lows, highs, color=COLOURS[0], alpha=0.12, lw=0, label="min to max")
     for number, (label, (numbers, values)) in enumerate(drawn):
-        draw_curve(ax, numbers, values, label=label, colour=COLOURS[number])
+        draw_curve(ax, numbers, values, label=label, colour=COLOURS[number % len(COLOURS)])
     plain_axes(ax, panel.title, panel.unit)
     ax.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10], integer=True)
     if panel.limits is not None:

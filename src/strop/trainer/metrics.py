@@ -217,7 +217,8 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
     else:
         counts = {}
     turns_B, ended_B = columns["n_turns"].float(), columns["ended_by"]
-    present_BT = columns["attention_mask"][:, -mask_BT.shape[1] :]
+    # tokens of a sample that its environment lost are no answers
+    present_BT = columns["attention_mask"][:, -mask_BT.shape[1] :] * mask_BT.any(1, keepdim=True)
     inserted = (present_BT.sum() - mask_BT.sum()).item()
     counts |= {
         f"turns/{name}": columns[f"n_{name}"].float().sum().item()

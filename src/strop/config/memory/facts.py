@@ -80,7 +80,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
             return _gguf_facts(file, file.stat().st_mtime)
         files = [file for file in safetensors_files(folder) if file.is_file()]
         parameters = sum(count_parameters(file) for file in files) or None
-        facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
+        facts = facts_of(json.loads((folder / "config.json").read_bytes()), parameters)
         experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
         return replace(facts, expert_parameters=experts)
     except Exception:  # noqa: BLE001 - of any kind for a broken file, which loading the model reports

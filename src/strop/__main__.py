@@ -1,4 +1,4 @@
-"""``python -m strop.cli``: the command ``strop`` where its script is not on the PATH."""
+"""``python -m strop``: the command ``strop`` where its script is not on the PATH."""
 
 from __future__ import annotations
 
