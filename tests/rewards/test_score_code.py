@@ -48,6 +48,11 @@ STDIN = {"kind": "stdin", "tests": [{"input": "2\n", "output": "4\n"}, {"input":
         (" \n", DOUBLE, 0.0),
         ("Like so:\n```python\nprint(int(input()) * 2)\n```", STDIN, 1.0),
         ("print(int(input()) + 2)", STDIN, 0.0),
+        (
+            "```python\ndef double(x): return 2 * x\n```\nFor example:\n```python\nprint(double(2))\n```",
+            DOUBLE,
+            1.0,
+        ),
     ],
 )
 def test_all_tests_must_pass(response: str, truth: dict[str, Any], score: float):
@@ -78,6 +83,35 @@ def test_all_tests_must_pass(response: str, truth: dict[str, Any], score: float)
     ],
 )
 def test_the_last_fenced_block_of_python_is_the_program(response: str, program: str):
+    assert extract_program(response) == program
+
+
+@pytest.mark.parametrize(
+    ("blocks", "number"),
+    [
+        (["def f(): return 1\n", "print(f())\n"], 0),
+        (["async def f(): return 1\n", "assert f\n"], 0),
+        (["import math\n\nclass f:\n    pass\n", "class g:\n    def f(self): pass\n"], 0),
+        (["f = max\n", "f == max\n", "def test_f(): f()\n"], 0),
+        (["def f(): return 1\n", "def f(): return 2\n", "print(f())\n"], 1),
+        (["def g(): return 1\n", "print(f)\n"], 1),
+    ],
+)
+def test_a_block_that_uses_the_function_is_not_the_program(blocks: list[str], number: int):
+    response = "\nor\n".join(f"```python\n{block}```" for block in blocks)
+    assert extract_program(response, entry_point="f") == blocks[number]
+    assert extract_program(response) == blocks[-1]
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```", "x = 2\n"),
+        ("<think>\n```python\nx = 1\n</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("<think>\n```python\nx = 1\n```\n</think>\nDone.", "x = 1\n"),
+    ],
+)
+def test_blocks_after_the_thoughts_have_precedence(response: str, program: str):
     assert extract_program(response) == program
 
 

@@ -74,7 +74,8 @@ def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: L
     """Return whether the response passes, with the reason if it does not."""
     truth = _read_truth(ground_truth)
     prefix = truth.get("prefix") or ""
-    program = with_prefix(prefix, extract_program(solution_str))
+    entry_point = truth.get("entry_point") or ""
+    program = with_prefix(prefix, extract_program(solution_str, entry_point=entry_point))
     tests = truth["tests"]
     if truth["kind"] == "stdin":
         inputs, outputs = ([test[name] for test in tests] for name in ("input", "output"))
@@ -82,21 +83,33 @@ def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: L
     return run_assert_tests(
         program,
         tests,
-        entry_point=truth.get("entry_point") or "",
+        entry_point=entry_point,
         prefix=prefix,
         limits=limits,
     )
 
 
-def extract_program(response: str) -> str:
-    """Return the last fenced Python block, else the last one without a language, else the whole response.
+def extract_program(response: str, *, entry_point: str = "") -> str:
+    """Return a fenced block of the response, else the whole response.
 
-    Unmarked blocks after a Python block are usually output of the program.
+    Blocks after the last ``</think>`` have precedence, then those marked as Python: an unmarked one after
+    them is usually output of the program. Of several, the last one that defines ``entry_point``, because
+    examples of its use may follow, else the last one.
     """
-    blocks = list(_FENCED.finditer(response))
-    labelled = [block["content"] for block in blocks if block["language"].lower() in _PYTHON]
-    unlabelled = [block["content"] for block in blocks if not block["language"]]
-    return (labelled or unlabelled or [response])[-1]
+    programs: list[str] = []
+    for text in (response.rpartition("</think>")[2], response):
+        blocks = list(_FENCED.finditer(text))
+        labelled = [block["content"] for block in blocks if block["language"].lower() in _PYTHON]
+        unlabelled = [block["content"] for block in blocks if not block["language"]]
+        programs = programs or labelled or unlabelled
+    defining = [program for program in programs if entry_point and _defines(program, entry_point)]
+    return (defining or programs or [response])[-1]
+
+
+def _defines(program: str, name: str) -> bool:
+    name = re.escape(name)
+    definition = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*=(?!=)"
+    return re.search(definition, program, re.MULTILINE) is not None
 
 
 def with_prefix(prefix: str, program: str) -> str:
