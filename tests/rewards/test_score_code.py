@@ -80,6 +80,11 @@ def test_all_tests_must_pass(response: str, truth: dict[str, Any], score: float)
         ("Call ```f()``` as in\n```Python\nx = 1\n```\n```pycon\n>>> x\n```", "x = 1\n"),
         ("````markdown\n```python\nx = 0\n```\n````\n```py\nx = 1\n```", "x = 1\n"),
         ("```bash\nls\n```", "```bash\nls\n```"),
+        ("1. So:\n\n   ```python\n   if x:\n       y = 1\n\n   ```\n", "if x:\n    y = 1\n\n"),
+        ("- ```python\n  x = 1\n  ```\n10. ```py\n    y = 1\n    ```", "y = 1\n"),
+        ("\t```python\n\tif x:\n\t\ty = 1\n\t```", "if x:\n\ty = 1\n"),
+        ("  ```python\n      x = 1\n y = 1\nz = 1\n  ```", "    x = 1\ny = 1\nz = 1\n"),
+        ("```python\n    return x\n```", "    return x\n"),
     ],
 )
 def test_the_last_fenced_block_of_python_is_the_program(response: str, program: str):

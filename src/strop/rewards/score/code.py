@@ -11,9 +11,11 @@ from strop.errors import ConfigError
 from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
 
 # Matches blocks of every language: the closing fence of a skipped block would look like an opening one. The
-# language is the first word of "python", "python title=a.py", "{.python .numberLines}".
+# language is the first word of "python", "python title=a.py", "{.python .numberLines}". The indent is that of
+# the items of lists around the block, and has the marker of an item that begins with the fence.
 _FENCED = re.compile(
-    r"^[ \t]*(?P<fence>`{3,})[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*)(?P<fence>`{3,})"
+    r"[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
     re.DOTALL | re.MULTILINE,
 )
 _PYTHON = {"python", "python3", "py"}
@@ -99,11 +101,16 @@ def extract_program(response: str, *, entry_point: str = "") -> str:
     programs: list[str] = []
     for text in (response.rpartition("</think>")[2], response):
         blocks = list(_FENCED.finditer(text))
-        labelled = [block["content"] for block in blocks if block["language"].lower() in _PYTHON]
-        unlabelled = [block["content"] for block in blocks if not block["language"]]
+        labelled = [_content(block) for block in blocks if block["language"].lower() in _PYTHON]
+        unlabelled = [_content(block) for block in blocks if not block["language"]]
         programs = programs or labelled or unlabelled
     defining = [program for program in programs if entry_point and _defines(program, entry_point)]
     return (defining or programs or [response])[-1]
+
+
+def _content(block: re.Match[str]) -> str:
+    """Return the lines of a block without the indent of its fence; what they have beyond it is Python's."""
+    return re.sub(rf"^[ \t]{{0,{len(block['indent'])}}}", "", block["content"], flags=re.MULTILINE)
 
 
 def _defines(program: str, name: str) -> bool:
