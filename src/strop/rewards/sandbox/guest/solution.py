@@ -19,6 +19,7 @@ from .channel import (
     Closed,
     decode,
     encode,
+    end_program,
     leave_streams,
     offer_exit,
     read_job,
@@ -193,9 +194,7 @@ def _be_the_program(code: types.CodeType) -> None:
         status = 0 if error.code is None else error.code if type(error.code) is int else 1
     except BaseException:  # noqa: BLE001 - a program may raise anything
         status = 1
-    try:
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - it may have replaced it
+    if not end_program():
         status = status or 1
     os._exit(status & 0xFF)
 
