@@ -291,6 +291,13 @@ def test_standard_input_and_output(program: str, inputs: list[str], outputs: lis
     assert reason in verdict.reason
 
 
+def test_expected_outputs_may_be_long():
+    whole = "ö" * 1_000_000  # of 2 bytes, or 6 in JSON
+    assert run_stdin_tests("print(input() * 10**6)", ["ö", "5"], [whole, "5" * 10**6], limits=PATIENT).passed
+    verdict = run_stdin_tests("print(input() * 10**6)", ["ö"], ["ö" * 400_000], limits=PATIENT)
+    assert "writes too much" in verdict.reason
+
+
 @pytest.mark.parametrize(
     "program",
     [
