@@ -13,11 +13,12 @@ from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_asser
 # Matches blocks of every language: the closing fence of a skipped block would look like an opening one. The
 # language is the first word of "python", "python title=a.py", "{.python .numberLines}". The indent is that of
 # the items of lists around the block, and has the marker of an item that begins with the fence.
+_FENCE = r"^(?P<indent>[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*)(?P<fence>`{3,})"
 _FENCED = re.compile(
-    r"^(?P<indent>[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*)(?P<fence>`{3,})"
-    r"[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
+    _FENCE + r"[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
     re.DOTALL | re.MULTILINE,
 )
+_FENCE_LINE = re.compile(_FENCE + r"(?P<words>[^`\n]*)$", re.MULTILINE)
 _PYTHON = {"python", "python3", "py"}
 
 TIMEOUT_S = 6.0
@@ -46,14 +47,16 @@ def compute_score(
     solution_str: str,
     ground_truth: str | Mapping[str, Any],
     *,
+    response_prefix: str = "",
     score: float = 1.0,
     timeout_s: float = TIMEOUT_S,
     memory_mb: int = 512,
 ) -> float:
     """Return ``score`` if the program in the response passes every test, else 0.
 
-    The program is the result of ``extract_program``, after ``prefix``. The ground truth is a JSON object with
-    ``kind``, ``tests``, and optionally ``prefix`` and ``entry_point``:
+    The program is the result of ``extract_program``, after ``prefix``. ``response_prefix`` is what the prompt
+    wrote of the response. The ground truth is a JSON object with ``kind``, ``tests``, and optionally
+    ``prefix`` and ``entry_point``:
 
     * ``assert``: ``tests`` is a list of Python sources, run in order in one namespace;
     * ``stdin``: ``tests`` is a list of ``{"input": text, "output": text}``.
@@ -69,15 +72,19 @@ def compute_score(
     limits = Limits(wall_s=timeout_s, memory_mb=memory_mb)
     if not solution_str.strip():
         return 0.0
-    return score if judge(solution_str, ground_truth, limits=limits).passed else 0.0
+    verdict = judge(solution_str, ground_truth, limits=limits, response_prefix=response_prefix)
+    return score if verdict.passed else 0.0
 
 
-def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: Limits) -> Verdict:
+def judge(
+    solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: Limits, response_prefix: str = ""
+) -> Verdict:
     """Return whether the response passes, with the reason if it does not."""
     truth = _read_truth(ground_truth)
     prefix = truth.get("prefix") or ""
     entry_point = truth.get("entry_point") or ""
-    program = with_prefix(prefix, extract_program(solution_str, entry_point=entry_point))
+    response = with_opening_fence(response_prefix, solution_str)
+    program = with_prefix(prefix, extract_program(response, entry_point=entry_point))
     tests = truth["tests"]
     if truth["kind"] == "stdin":
         inputs, outputs = ([test[name] for test in tests] for name in ("input", "output"))
@@ -106,6 +113,18 @@ def extract_program(response: str, *, entry_point: str = "") -> str:
         programs = programs or labelled or unlabelled
     defining = [program for program in programs if entry_point and _defines(program, entry_point)]
     return (defining or programs or [response])[-1]
+
+
+def with_opening_fence(response_prefix: str, response: str) -> str:
+    """Prepend the block that the prompt opens, and close it, unless the response opens one itself."""
+    opening = _FENCE_LINE.search(_FENCED.sub("", response_prefix))
+    if opening is None:
+        return response
+    first = _FENCE_LINE.search(response)
+    if first and (first["words"].strip() or not response[: first.start()].strip()):
+        return response
+    text = opening.string[opening.start() :] + response
+    return text if _FENCED.match(text) else f"{text}\n{opening['fence']}"
 
 
 def _content(block: re.Match[str]) -> str:
