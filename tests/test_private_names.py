@@ -21,6 +21,7 @@ FILES = {"torch_private.py", "models/transformers_private.py", "controller/ray/r
 OF_OTHERS = {
     # documented by the standard library
     *("_actions", "_asdict", "_current_frames", "_exit", "_fields", "_replace", "_SubParsersAction"),
+    *("_run_exitfuncs", "_shutdown"),  # of the standard library, which has no public ones
     "_strop_number",  # strop's own, on a class of its own
     "_validate",  # strop's own, as verl names it for subclasses
     *("_disable_adapters", "_data_files", "_custom_ops", "_get_model_param_range_map"),  # one use

@@ -46,6 +46,7 @@ from strop.rewards.sandbox import (
     run_stdin_tests,
 )
 from strop.rewards.sandbox.run import _messages
+from strop.tools import Python
 
 from messages import naming
 from outside import needs_sandbox
@@ -247,6 +248,7 @@ def test_sockets_that_a_program_may_need_take_little_of_its_memory():
     assert passes(program, "assert f(3) == [6, 6, 6]") == Verdict(True)
 
 
+THREAD = "import threading, time\ndef main():\n  time.sleep(0.5)\n  print(2 * int(input()))\n"
 DOUBLE = "import sys\nfor line in sys.stdin: print(int(line) * 2)"
 
 
@@ -268,12 +270,44 @@ DOUBLE = "import sys\nfor line in sys.stdin: print(int(line) * 2)"
             ["5"],
             "",
         ),
+        (f"{THREAD}threading.Thread(target=main).start()", ["2\n", "3"], ["4", "6"], ""),
+        (f"{THREAD}threading.Thread(target=main, daemon=True).start()", ["2"], [""], ""),
+        ("import atexit\natexit.register(print, 5)\nexit()", [""], ["5"], ""),
+        (
+            "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
+            "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(5)",
+            [""],
+            ["5"],
+            "",
+        ),
+        ("import sys\nprint(5)\nsys.stdout = open('/dev/null', 'w')\nprint(6)", [""], ["5"], ""),
+        ("import sys\nsys.stdout = open(1, 'w')\nprint(5)\nsys.stdout.close()", [""], ["5"], ""),
+        ("import atexit\natexit.register(lambda: 1 / 0)\nprint(5)", [""], ["5"], ""),
     ],
 )
 def test_standard_input_and_output(program: str, inputs: list[str], outputs: list[str], reason: str):
     verdict = run_stdin_tests(program, inputs, outputs, limits=PATIENT)
     assert verdict.passed == (not reason)
     assert reason in verdict.reason
+
+
+def test_expected_outputs_may_be_long():
+    whole = "ö" * 1_000_000  # of 2 bytes, or 6 in JSON
+    assert run_stdin_tests("print(input() * 10**6)", ["ö", "5"], [whole, "5" * 10**6], limits=PATIENT).passed
+    verdict = run_stdin_tests("print(input() * 10**6)", ["ö"], ["ö" * 400_000], limits=PATIENT)
+    assert "writes too much" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.5), print(5))).start()",
+        "import atexit\natexit.register(print, 5)\nexit()",
+        "import sys\nsys.__stdout__.write('5\\n')\nsys.stdout = None",
+    ],
+)
+def test_a_tool_returns_what_is_printed_at_the_end_of_a_program(program: str):
+    assert Python().python(program) == "5\n"
 
 
 @pytest.mark.usefixtures("nothing_left")

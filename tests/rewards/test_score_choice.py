@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from strop.rewards.score.choice import compute_score, extract_label
@@ -124,3 +126,23 @@ def test_a_ground_truth_that_is_no_choice_is_an_error(truth):
         compute_score("Answer: C", truth)
     with pytest.raises(ValueError, match=naming("'loose'")):
         compute_score("Answer: C", "C", method="loose")
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize("piece", [" ", "\n", "\t ", "*", "- ", "( ", "option "])
+@pytest.mark.parametrize("first", ["The answer is", "Answer:", "Answer: C\n", "Answer: C", "C", "The"])
+def test_the_time_for_a_response_is_linear_in_its_length(first: str, piece: str, method: str):
+    texts = [first + piece * (n // len(piece)) for n in (20_000, 40_000)]
+    # on a shared machine the same work takes longer at times, so the least of several times counts
+    assert _is_linear(*texts, method=method, tries=1) or _is_linear(*texts, method=method, tries=5)
+
+
+def _is_linear(*texts: str, method: str, tries: int) -> bool:
+    half, whole = (min(_seconds(text, method) for _ in range(tries)) for text in texts)
+    return whole < 0.2 or whole < 3 * half
+
+
+def _seconds(text: str, method: str) -> float:
+    started = time.thread_time()
+    extract_label(text, method=method)
+    return time.thread_time() - started

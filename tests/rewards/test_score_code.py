@@ -7,20 +7,23 @@ import select
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from rewards_support import SHARED_DATA, children
 
+from strop.cli.main import main
 from strop.errors import ConfigError
 from strop.prepare import prepare
 from strop.process_tree import descendants
 from strop.rewards.arguments import Sample
 from strop.rewards.manager import RewardManager
-from strop.rewards.router import Router, default_compute_score
+from strop.rewards.router import BuiltInScorer, Router, default_compute_score
 from strop.rewards.sandbox import Limits
-from strop.rewards.score.code import compute_score, extract_program, judge
+from strop.rewards.score.code import compute_score, extract_program, judge, with_opening_fence
+from strop.rewards.scorer import Scorer, run
 from strop.rewards.worker.pool import RewardProcess
 
 from messages import naming
@@ -48,6 +51,11 @@ STDIN = {"kind": "stdin", "tests": [{"input": "2\n", "output": "4\n"}, {"input":
         (" \n", DOUBLE, 0.0),
         ("Like so:\n```python\nprint(int(input()) * 2)\n```", STDIN, 1.0),
         ("print(int(input()) + 2)", STDIN, 0.0),
+        (
+            "```python\ndef double(x): return 2 * x\n```\nFor example:\n```python\nprint(double(2))\n```",
+            DOUBLE,
+            1.0,
+        ),
     ],
 )
 def test_all_tests_must_pass(response: str, truth: dict[str, Any], score: float):
@@ -75,10 +83,81 @@ def test_all_tests_must_pass(response: str, truth: dict[str, Any], score: float)
         ("Call ```f()``` as in\n```Python\nx = 1\n```\n```pycon\n>>> x\n```", "x = 1\n"),
         ("````markdown\n```python\nx = 0\n```\n````\n```py\nx = 1\n```", "x = 1\n"),
         ("```bash\nls\n```", "```bash\nls\n```"),
+        ("1. So:\n\n   ```python\n   if x:\n       y = 1\n\n   ```\n", "if x:\n    y = 1\n\n"),
+        ("- ```python\n  x = 1\n  ```\n10. ```py\n    y = 1\n    ```", "y = 1\n"),
+        ("\t```python\n\tif x:\n\t\ty = 1\n\t```", "if x:\n\ty = 1\n"),
+        ("  ```python\n      x = 1\n y = 1\nz = 1\n  ```", "    x = 1\ny = 1\nz = 1\n"),
+        ("```python\n    return x\n```", "    return x\n"),
     ],
 )
 def test_the_last_fenced_block_of_python_is_the_program(response: str, program: str):
     assert extract_program(response) == program
+
+
+@pytest.mark.parametrize(
+    ("blocks", "number"),
+    [
+        (["def f(): return 1\n", "print(f())\n"], 0),
+        (["async def f(): return 1\n", "assert f\n"], 0),
+        (["import math\n\nclass f:\n    pass\n", "class g:\n    def f(self): pass\n"], 0),
+        (["f = max\n", "f == max\n", "def test_f(): f()\n"], 0),
+        (["def f(): return 1\n", "def f(): return 2\n", "print(f())\n"], 1),
+        (["def g(): return 1\n", "print(f)\n"], 1),
+    ],
+)
+def test_a_block_that_uses_the_function_is_not_the_program(blocks: list[str], number: int):
+    response = "\nor\n".join(f"```python\n{block}```" for block in blocks)
+    assert extract_program(response, entry_point="f") == blocks[number]
+    assert extract_program(response) == blocks[-1]
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```", "x = 2\n"),
+        ("<think>\n```python\nx = 1\n</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("<think>\n```python\nx = 1\n```\n</think>\nDone.", "x = 1\n"),
+    ],
+)
+def test_blocks_after_the_thoughts_have_precedence(response: str, program: str):
+    assert extract_program(response) == program
+
+
+@pytest.mark.parametrize(
+    ("prefix", "response", "program"),
+    [
+        ("```python\n", "x = 1\n```\nDone.", "x = 1\n"),
+        ("So:\n```python\n", "x = 1", "x = 1\n"),  # ended by a stop string, or the end token
+        ("```python", "\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n", "y = 1\n```\n", "x = 1\ny = 1\n"),
+        ("```\nan example\n```\n```py\n", "x = 1\n```\n", "x = 1\n"),
+        ("```python\n", "x = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
+        ("```python\n", "```python\nx = 1\n```", "x = 1\n"),
+        ("```python\n", "```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 0\n```\n", "x = 1\n", "x = 1\n"),
+        ("<think>\n", "x = 1\n", "x = 1\n"),
+        ("", "x = 1\n", "x = 1\n"),
+    ],
+)
+def test_the_prompt_may_open_the_block(prefix: str, response: str, program: str):
+    assert extract_program(with_opening_fence(prefix, response)) == program
+
+
+def test_the_scorer_of_code_reads_what_the_prompt_wrote_of_the_response(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, response = "openai/openai_humaneval", "def double(x): return 2 * x\n```\nDone."
+    sample = Sample(source, response, DOUBLE, named={"response_prefix": "```python\n"})
+    for function in (BuiltInScorer("code", {"timeout_s": 30.0}), Router({source: {"timeout_s": 30.0}})):
+        scorer = Scorer.of(function)
+        assert "response_prefix" in scorer.wanted
+        assert run(scorer.score(sample)).score == 1.0
+        assert run(scorer.score(sample._replace(named={}))).score == 0.0
+    chat = [{"role": "user", "content": "Double it."}, {"role": "assistant", "content": "```python\n"}]
+    row = {"data_source": source, "prompt": chat, "response": response, "ground_truth": json.dumps(DOUBLE)}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(row))
+    assert main(["score", str(tmp_path / "answers.jsonl")]) == 0
+    assert "1.0000" in capsys.readouterr().out
 
 
 def test_the_rest_of_a_function_or_all_of_it_may_follow_the_prefix():

@@ -221,3 +221,14 @@ def test_samples_whose_ground_truth_is_a_sentence_are_left_out(method: str):
     assert compute_score(rf"\boxed{{{truth}}}", truth, method=method) is None
     assert compute_score(r"\boxed{12}", r"12\text{ apples in every large basket}", method=method) == 1.0
     assert compute_score(r"\boxed{7}", r"\text{no real solution}", method=method) == 0.0
+    for truth in ("Yes, because the sum is even", r"\text{Two~lines that meet at\ a point}"):
+        assert compute_score(r"\boxed{7}", truth, method=method) is None
+
+
+@pytest.mark.parametrize("method", ["hendrycks", "math-verify"])
+@pytest.mark.parametrize(
+    "truth", [r"\frac{abc}{ab+bc+ca}", "AB, BC, CD, DA", r"ab+cd = ac\cdot bd", r"\triangle ABC, DEF, GH, JK"]
+)
+def test_products_of_letters_are_no_sentence(method: str, truth: str):
+    assert compute_score(rf"\boxed{{{truth}}}", truth, method=method) == 1.0
+    assert compute_score(r"\boxed{7}", truth, method=method) == 0.0

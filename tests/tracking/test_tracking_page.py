@@ -570,6 +570,17 @@ def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(br
         assert browser.errors() == []
 
 
+def test_a_filter_by_a_source_that_a_step_does_not_have_ends(server, browser):
+    browser.open(f"{url_of(server)}#samples")
+    browser.until("document.querySelectorAll('.list li').length === 16")
+    browser.run("list.source = 'of another step'; document.querySelector('.list').id = 'before'")
+    browser.run("document.querySelector('[aria-label=\"step before\"]').click()")
+    browser.until("document.querySelector('.list:not(#before)')")
+    assert "step=2" in browser.run("return location.hash")
+    assert browser.run("return document.querySelectorAll('.list li').length") == 16
+    assert browser.errors() == []
+
+
 def test_bars_of_a_histogram_of_lengths_hold_equally_many_of_them(server, browser):
     browser.open(f"{url_of(server)}#samples")
     browser.until("document.querySelectorAll('.list li').length === 16")

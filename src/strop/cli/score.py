@@ -199,7 +199,7 @@ class _Rows:
         self._arguments = arguments
         self._response, self._truth = arguments.response_column, arguments.ground_truth_column
         self._custom = scorer if isinstance(scorer, Scorer) else None
-        self._valued = Scorer.of(scorer) if isinstance(scorer, Scorer | BuiltInScorer) else None
+        self._valued = Scorer.of(scorer)
         self._needs_truth = arguments.scorer not in _WITHOUT_GROUND_TRUTH
         if self._custom is not None:
             self._needs_truth = bool({"ground_truth", "ground_truths"} & set(self._custom.own.required))
@@ -235,7 +235,7 @@ class _Rows:
         if self._truth and self._custom is None and (truth is None or truth != truth or truth == ""):
             raise DataError(f"column {self._truth} holds {truth!r}: expected the answer")
         sample = Sample(self._source(row), text, truth, row.get("extra_info"))
-        return sample if self._valued is None else self._with_values(self._valued, sample, row)
+        return self._with_values(self._valued, sample, row)
 
     def _source(self, row: dict[str, Any]) -> str:
         """Return the row's data source; with one scorer for all rows the column is optional."""

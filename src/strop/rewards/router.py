@@ -50,7 +50,8 @@ class BuiltInScorer:
         **_others: Any,
     ) -> Any:
         # No other scorer counts tokens, or reads what the prompt wrote.
-        further = {"length": {"n_tokens": n_response_tokens}, "format": {"response_prefix": response_prefix}}
+        of_prompt = {"response_prefix": response_prefix}
+        further = {"length": {"n_tokens": n_response_tokens}, "format": of_prompt, "code": of_prompt}
         known = further.get(self._name, {})
         score = load_backend(SCORERS[self._name])(solution_str, ground_truth, **known, **self._options)
         return {"score": None} if score is None else score
@@ -111,7 +112,7 @@ class Router:
         MissingExtraError: an option needs a package that is not installed.
     """
 
-    argument_names = frozenset(KEYWORDS)
+    argument_names = frozenset({*KEYWORDS, "response_prefix"})
     """See ``strop.rewards.arguments.Function``."""
     sources = sorted(_BUILT_IN)
     """The data sources that have a scorer."""

@@ -68,6 +68,7 @@ async function samplesView(parameters) {
   const found = await source.columns(place.run.number, place.kind, place.step);
   const table = { ...found, columns: new Map(found.columns) };
   const sources = [...new Set(table.columns.get("data_source") ?? [])];
+  if (!sources.includes(list.source)) list.source = ""; // chosen for another kind, step or run
   const results = el("div", {});
   const update = () => fillResults(results, place, table);
   let waiting;

@@ -44,7 +44,10 @@ class Limits:
     open_files: int = 64
     """Per process."""
     output_bytes: int = 4 << 20
-    """Size of an answer to the tests, or of a program's standard output."""
+    """Size of an answer to the tests, or of all standard outputs of a program.
+
+    One standard output may have an eighth of it. Both limits grow with the expected outputs.
+    """
 
     def guest_settings(self) -> dict[str, float]:
         """Return the limits that the trusted start code sets inside the sandbox, irrevocably."""

@@ -19,6 +19,7 @@ _WATCH_S = 0.02
 _PACKING_S = 5.0
 _VERDICT_BYTES = 1 << 16
 _LENGTH_BYTES = 4
+_JSON_BYTES = 8  # a byte of output takes up to 6 in JSON
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,18 @@ def run_stdin_tests(
     """Check that ``program`` writes ``outputs[i]`` when it reads ``inputs[i]``, for every i.
 
     One sandbox runs all inputs, within one ``limits.wall_s``, and never holds the expected outputs. Ignores
-    white space at the end of lines and of the text.
+    white space at the end of lines and of the text. ``limits.output_bytes`` grows with the expected outputs.
 
     Raises as ``run_assert_tests`` does.
     """
     limits = limits or Limits()
     deadline = time.monotonic() + limits.wall_s
-    given = {"program": program, "inputs": list(inputs)}
-    most, limit = len(outputs), limits.output_bytes
+    longest = max((len(text.encode(errors="surrogatepass")) for text in outputs), default=0)
+    most_output = max(limits.output_bytes // _JSON_BYTES, 2 * longest)  # twice, for white space
+    given = {"program": program, "inputs": list(inputs), "most_output": most_output}
+    limit = max(limits.output_bytes, 2 * len(json.dumps(list(outputs))) + _VERDICT_BYTES)
     messages, reason = _messages_of(
-        "solution", given, deadline, most, limit, function="main_stdin", limits=limits
+        "solution", given, deadline, len(outputs), limit, function="main_stdin", limits=limits
     )
     for number, expected in enumerate(outputs, 1):
         message = messages[number] if number < len(messages) else {"failure": reason or "it ended early"}

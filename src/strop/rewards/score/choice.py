@@ -17,8 +17,9 @@ _END = r"(?=\s*(?:$|\n|[)\]}*_`\"'$.,:;!])|\s+(?:[(–—-]|because\b))"
 _ARTICLE = r"(?<=[.):!?*\"”]\s)A (?!(?:or|and)\b)[a-z]"
 # The word in any case; starting with a letter, it is found twice as fast as with \b.
 _ANSWER = r"[aA](?<!\w.)(?i:nswer)\b"
-# "answer: ", "The answer is ", "**Answer**: "
-_MARK = rf"{_ANSWER}[*_]*\s*(?:is\b\s*:?|:)"
+# "answer: ", "The answer is ", "**Answer**: ". As _OPEN also matches white space, a run of it is not divided
+# between the two in every possible way (*+), which would take quadratic time.
+_MARK = rf"{_ANSWER}[*_]*\s*(?:is\b\s*+:?|:)"
 # A mark that decides even when no label follows; "that answer is certain" is prose.
 _ANNOUNCED = re.compile(rf"{_ANSWER}[*_]*\s*(?:is\s*)?:|[tT](?<!\w.)(?i:he\s+(?:\w+\s+)?answer\s+is\b)")
 # "C, possibly D", "C\nor D", and "C, E" whatever the labels; "C. and he leaves" is the ending itself.
@@ -86,7 +87,7 @@ def _only_label(found: re.Match[str], text: str, labels: str) -> str | None:
     another = rf"(?<![\w'’-])(?!{_ARTICLE})[{re.escape(labels)}](?![\w'’-])"
     line, _, further = rest.partition("\n")
     goes_on = re.search(another, line) or re.match(
-        rf"[-–—/&|+,; \t]*{_OPEN}{another}{_CLOSE}(?:$|\n)", further
+        rf"[-–—/&|+,; \t]*+{_OPEN}{another}{_CLOSE}(?:$|\n)", further
     )
     return None if goes_on else found[1]
 

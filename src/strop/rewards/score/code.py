@@ -11,11 +11,14 @@ from strop.errors import ConfigError
 from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
 
 # Matches blocks of every language: the closing fence of a skipped block would look like an opening one. The
-# language is the first word of "python", "python title=a.py", "{.python .numberLines}".
+# language is the first word of "python", "python title=a.py", "{.python .numberLines}". The indent is that of
+# the items of lists around the block, and has the marker of an item that begins with the fence.
+_FENCE = r"^(?P<indent>[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*)(?P<fence>`{3,})"
 _FENCED = re.compile(
-    r"^[ \t]*(?P<fence>`{3,})[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
+    _FENCE + r"[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
     re.DOTALL | re.MULTILINE,
 )
+_FENCE_LINE = re.compile(_FENCE + r"(?P<words>[^`\n]*)$", re.MULTILINE)
 _PYTHON = {"python", "python3", "py"}
 
 TIMEOUT_S = 6.0
@@ -44,14 +47,16 @@ def compute_score(
     solution_str: str,
     ground_truth: str | Mapping[str, Any],
     *,
+    response_prefix: str = "",
     score: float = 1.0,
     timeout_s: float = TIMEOUT_S,
     memory_mb: int = 512,
 ) -> float:
     """Return ``score`` if the program in the response passes every test, else 0.
 
-    The program is the result of ``extract_program``, after ``prefix``. The ground truth is a JSON object with
-    ``kind``, ``tests``, and optionally ``prefix`` and ``entry_point``:
+    The program is the result of ``extract_program``, after ``prefix``. ``response_prefix`` is what the prompt
+    wrote of the response. The ground truth is a JSON object with ``kind``, ``tests``, and optionally
+    ``prefix`` and ``entry_point``:
 
     * ``assert``: ``tests`` is a list of Python sources, run in order in one namespace;
     * ``stdin``: ``tests`` is a list of ``{"input": text, "output": text}``.
@@ -67,14 +72,19 @@ def compute_score(
     limits = Limits(wall_s=timeout_s, memory_mb=memory_mb)
     if not solution_str.strip():
         return 0.0
-    return score if judge(solution_str, ground_truth, limits=limits).passed else 0.0
+    verdict = judge(solution_str, ground_truth, limits=limits, response_prefix=response_prefix)
+    return score if verdict.passed else 0.0
 
 
-def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: Limits) -> Verdict:
+def judge(
+    solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: Limits, response_prefix: str = ""
+) -> Verdict:
     """Return whether the response passes, with the reason if it does not."""
     truth = _read_truth(ground_truth)
     prefix = truth.get("prefix") or ""
-    program = with_prefix(prefix, extract_program(solution_str))
+    entry_point = truth.get("entry_point") or ""
+    response = with_opening_fence(response_prefix, solution_str)
+    program = with_prefix(prefix, extract_program(response, entry_point=entry_point))
     tests = truth["tests"]
     if truth["kind"] == "stdin":
         inputs, outputs = ([test[name] for test in tests] for name in ("input", "output"))
@@ -82,21 +92,50 @@ def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: L
     return run_assert_tests(
         program,
         tests,
-        entry_point=truth.get("entry_point") or "",
+        entry_point=entry_point,
         prefix=prefix,
         limits=limits,
     )
 
 
-def extract_program(response: str) -> str:
-    """Return the last fenced Python block, else the last one without a language, else the whole response.
+def extract_program(response: str, *, entry_point: str = "") -> str:
+    """Return a fenced block of the response, else the whole response.
 
-    Unmarked blocks after a Python block are usually output of the program.
+    Blocks after the last ``</think>`` have precedence, then those marked as Python: an unmarked one after
+    them is usually output of the program. Of several, the last one that defines ``entry_point``, because
+    examples of its use may follow, else the last one.
     """
-    blocks = list(_FENCED.finditer(response))
-    labelled = [block["content"] for block in blocks if block["language"].lower() in _PYTHON]
-    unlabelled = [block["content"] for block in blocks if not block["language"]]
-    return (labelled or unlabelled or [response])[-1]
+    programs: list[str] = []
+    for text in (response.rpartition("</think>")[2], response):
+        blocks = list(_FENCED.finditer(text))
+        labelled = [_content(block) for block in blocks if block["language"].lower() in _PYTHON]
+        unlabelled = [_content(block) for block in blocks if not block["language"]]
+        programs = programs or labelled or unlabelled
+    defining = [program for program in programs if entry_point and _defines(program, entry_point)]
+    return (defining or programs or [response])[-1]
+
+
+def with_opening_fence(response_prefix: str, response: str) -> str:
+    """Prepend the block that the prompt opens, and close it, unless the response opens one itself."""
+    opening = _FENCE_LINE.search(_FENCED.sub("", response_prefix))
+    if opening is None:
+        return response
+    first = _FENCE_LINE.search(response)
+    if first and (first["words"].strip() or not response[: first.start()].strip()):
+        return response
+    text = opening.string[opening.start() :] + response
+    return text if _FENCED.match(text) else f"{text}\n{opening['fence']}"
+
+
+def _content(block: re.Match[str]) -> str:
+    """Return the lines of a block without the indent of its fence; what they have beyond it is Python's."""
+    return re.sub(rf"^[ \t]{{0,{len(block['indent'])}}}", "", block["content"], flags=re.MULTILINE)
+
+
+def _defines(program: str, name: str) -> bool:
+    name = re.escape(name)
+    definition = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*=(?!=)"
+    return re.search(definition, program, re.MULTILINE) is not None
 
 
 def with_prefix(prefix: str, program: str) -> str:

@@ -17,6 +17,8 @@ from strop.rewards.score.value import same_value
 Method = Literal["hendrycks", "math-verify"]
 
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+# Three words in a row. The letters of "\frac{abc}{ab+bc}" and "AB, BC, CD" are products and names of lines.
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}(?:[\s~,]|\\ )+[a-zA-Z]{2,}(?:[\s~]|\\ )+[a-zA-Z]{2,}")
 _CONJUNCTIONS = frozenset(["or", "and"])
 _LETTER = re.compile(r"\W*([a-zA-Z])\s*=(?:[^=a-zA-Z\\]|\\[a-zA-Z]+)*")
 _UNITS = """
@@ -50,12 +52,22 @@ def compute_score(
         _require_math_verify()
         judges.append(same_value)
     expected = _expected_answer(ground_truth)
-    if len(set(_WORD.findall(expected)) - _CONJUNCTIONS) > 3 and not normalize_answer(expected)[:1].isdigit():
+    if _is_sentence(expected):
         return None
     found = last_boxed(solution_str)
     if found is None or _another(_LETTER, found, expected) or _another(_MEASURE, found, expected):
         return 0.0
     return score if any(judge(found, expected) for judge in judges) else 0.0
+
+
+def _is_sentence(expected: str) -> bool:
+    """Return True for four words or more, three of them in a row, that are not the unit of a number."""
+    words = set(_WORD.findall(expected)) - _CONJUNCTIONS
+    return (
+        len(words) > 3
+        and _PROSE.search(expected) is not None
+        and not normalize_answer(expected)[:1].isdigit()
+    )
 
 
 def last_boxed(text: str) -> str | None:

@@ -45,11 +45,24 @@ _UNICODE = str.maketrans(
         "÷": "/",
         "²": "^2",
         "³": "^3",
+        **{sign: f"^{number}" for number, sign in enumerate("⁴⁵⁶⁷⁸⁹", 4)},
         "½": r"\frac12",
+        "¼": r"\frac14",
+        "¾": r"\frac34",
+        "⅓": r"\frac13",
+        "⅔": r"\frac23",
         "≤": r"\le ",
         "≥": r"\ge ",
         "≠": r"\ne ",
         "∪": r"\cup ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+        "θ": r"\theta ",
+        "α": r"\alpha ",
+        "β": r"\beta ",
+        "，": ",",
+        "（": "(",
+        "）": ")",
         "\N{NO-BREAK SPACE}": " ",
         "\N{NARROW NO-BREAK SPACE}": " ",
         "\N{THIN SPACE}": " ",
@@ -107,6 +120,9 @@ r"""Two letters that are a unit outside of ``\text{}``; others are variables."""
 
 # Commas of one number; "(1,200)" is a pair.
 _GROUPED = re.compile(r"[^0-9,(\[{]*[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?[^0-9,(\[{]*")
+_GROUPED_PART = re.compile(r"(?<![0-9,.])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
+_BRACKET_OPENS = re.compile(r"(?<!\\)[(\[]|\\(?:\{|lbrace|langle)")
+_BRACKET_CLOSES = re.compile(r"(?<!\\)[)\]]|\\(?:\}|rbrace|rangle)")
 
 _TOKEN = re.compile(
     r"""
@@ -195,13 +211,29 @@ def normalize_answer(answer: str, *, grouped: bool = True, named: bool = False) 
     if "and" in text:
         text = _AND.sub(", ", text)
     text = _without_units(text, is_text=whole is not None)
-    if grouped and "," in text and _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
+    if grouped and "," in text:
+        text = _without_separators(text)
     parts = _read(text)
     if len(parts) > 1 and parts[-1] in (".", ",", ";", ":"):
         parts.pop()
     text = _write(_without_brackets(parts if named else _without_name(parts)))
     return text.lower() if _TITLE_CASE.fullmatch(text) else text
+
+
+def _without_separators(text: str) -> str:
+    r"""Drop thousands separators: ``1,200``, ``\frac{1,023}{1,024}``, ``1,200\sqrt{3}``.
+
+    If a comma cannot be one, or is in brackets, as in the pair ``(1,200)``, all are those of a list.
+    """
+    if _GROUPED.fullmatch(text):
+        return text.replace(",", "")
+    found = list(_GROUPED_PART.finditer(text))
+    before = [text[: number.start()] for number in found]
+    if sum(number[0].count(",") for number in found) < text.count(",") or any(
+        len(_BRACKET_OPENS.findall(part)) != len(_BRACKET_CLOSES.findall(part)) for part in before
+    ):
+        return text
+    return text.replace(",", "")
 
 
 def _without_units(text: str, *, is_text: bool) -> str:

@@ -1,11 +1,13 @@
-"""JSON messages between two sandboxes, the encoding of values, and the first steps of a sandboxed process.
+"""JSON messages between two sandboxes, encoding of values, first and last steps of a sandboxed process.
 
 A message is its length in 4 bytes, then JSON.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import json
 import os
 import resource
@@ -172,6 +174,28 @@ def read_job(descriptor: int) -> dict[str, Any]:
 def offer_exit() -> None:
     """Define ``exit()`` and ``quit()``, which are missing without the module ``site``."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
+
+
+def end_program() -> bool:
+    """Take the interpreter's last steps, which ``os._exit`` leaves out; return True if all output is written.
+
+    Threads that are not joined, functions of ``atexit`` and a replaced ``sys.stdout`` may print the answer.
+    """
+    is_written = True
+    with contextlib.suppress(BaseException):  # a program may have changed any of these
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # waits for threads that are not daemons
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    try:
+        if not getattr(sys.stdout, "closed", sys.stdout is None):  # a replacement need not have it
+            sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - it may have replaced it
+        is_written = False
+    with contextlib.suppress(BaseException):  # without a buffer, if the replacement has taken it
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+    return is_written
 
 
 def leave_streams() -> None:

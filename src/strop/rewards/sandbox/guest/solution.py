@@ -19,6 +19,7 @@ from .channel import (
     Closed,
     decode,
     encode,
+    end_program,
     leave_streams,
     offer_exit,
     read_job,
@@ -124,6 +125,7 @@ def _raised(error: Exception) -> dict[str, list[str]]:
 
 
 _CHUNK = 1 << 16
+_JSON_BYTES = 8  # a byte of output takes up to 6 in JSON
 
 
 def main_stdin(job_descriptor: int) -> None:
@@ -135,7 +137,7 @@ def main_stdin(job_descriptor: int) -> None:
     job = read_job(job_descriptor)
     leave_streams()
     offer_exit()
-    channel = Channel(-1, job["answers"], job["limits"]["output_bytes"])
+    channel = Channel(-1, job["answers"], _JSON_BYTES * job["most_output"])
     channel.send("hello")
     try:
         code = compile(job["program"], "<solution>", "exec")
@@ -143,14 +145,14 @@ def main_stdin(job_descriptor: int) -> None:
         channel.send({"failure": f"{type(error).__name__}: {error}"[:1000]})
         return
     for given in job["inputs"]:
-        answer = _run(code, given, answers=job["answers"], limits=job["limits"])
+        answer = _run(code, given, answers=job["answers"], most_output=job["most_output"])
         channel.send(answer)
         if "failure" in answer:
             break
     os._exit(0)  # the interpreter's own end takes longer
 
 
-def _run(code: types.CodeType, given: str, *, answers: int, limits: dict[str, Any]) -> dict[str, str]:
+def _run(code: types.CodeType, given: str, *, answers: int, most_output: int) -> dict[str, str]:
     for path in (STDIN, STDOUT):
         os.unlink(path)
     with open(STDIN, "wb") as file:
@@ -169,7 +171,7 @@ def _run(code: types.CodeType, given: str, *, answers: int, limits: dict[str, An
         _be_the_program(code)
     os.close(source)
     os.close(writer)
-    written, is_whole = _read_up_to(reader, limits["output_bytes"] // 8)
+    written, is_whole = _read_up_to(reader, most_output)
     os.close(reader)
     if not is_whole:
         os.kill(child, signal.SIGKILL)
@@ -193,9 +195,7 @@ def _be_the_program(code: types.CodeType) -> None:
         status = 0 if error.code is None else error.code if type(error.code) is int else 1
     except BaseException:  # noqa: BLE001 - a program may raise anything
         status = 1
-    try:
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - it may have replaced it
+    if not end_program():
         status = status or 1
     os._exit(status & 0xFF)
 

@@ -15,7 +15,7 @@ import time
 import traceback
 import types
 
-from .channel import Channel, leave_streams, offer_exit, read_job
+from .channel import Channel, end_program, leave_streams, offer_exit, read_job
 
 _FILES = "/tmp"
 _NAME = "<python>"
@@ -107,6 +107,5 @@ def _be_the_program(program: str) -> None:
     except BaseException as error:  # noqa: BLE001 - a program may raise anything
         status = 1
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-    with contextlib.suppress(BaseException):  # it may have replaced it
-        sys.stdout.flush()
+    end_program()
     os._exit(status)
