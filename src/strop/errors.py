@@ -349,7 +349,7 @@ class HeldInterrupts:
             try:
                 replaced[self._first](self._first, None)
             except KeyboardInterrupt as interrupt:
-                if error is not None:
+                if isinstance(error, Exception):
                     interrupt.add_note(f"meanwhile {in_one_line(error)}")
                 raise
 
