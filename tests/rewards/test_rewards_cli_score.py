@@ -81,6 +81,15 @@ def test_columns_can_be_named_and_reach_into_nested_ones(score: Callable[..., An
     assert cells(score(path, *options, "--data-source", "openai/gsm8k")[1]) == expected
 
 
+def test_prompts_of_any_form_are_no_error_where_no_scorer_reads_them(
+    score: Callable[..., Any], tmp_path: Path
+):
+    for number, prompt in enumerate((["Q"], [], 3, {"text": "Q"})):
+        rows = [{**row, "prompt": prompt} for row in ROWS]
+        status, lines = score(write(tmp_path / f"{number}.jsonl", rows))
+        assert status == 0, lines
+
+
 def test_a_function_of_pictures_does_not_get_their_names(score: Callable[..., Any], tmp_path: Path):
     (tmp_path / "r.py").write_text("def count(response, images):\n    return len(images)\n")
     paths = [write(tmp_path / f"{len(own)}.jsonl", [{**ROWS[0], "images": own}]) for own in ([], ["1f2e"])]

@@ -415,7 +415,8 @@ class Row:
 
     def response_prefix(self) -> str:
         """Return the text of an assistant's last message, else a tag that the prompt ends with, or ""."""
-        if self.is_chat and (last := self.given[-1]).get("role") == "assistant":
+        last = self.given[-1] if isinstance(self.given, list | tuple) and self.given else None
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
             return text_of_content(last.get("content"))
         text = self.tail() if self.tail is not None else self.given
         if not isinstance(text, str):
