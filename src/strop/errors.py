@@ -286,8 +286,8 @@ HOLD_INTERRUPTS_S = 3600.0
 
 def interrupt_after(seconds: float, number: int = signal.SIGINT) -> threading.Timer:
     """Return a timer that sends this thread a signal, if it is the main thread, unless it is cancelled."""
-    if signal.getsignal(number) is signal.SIG_IGN:  # SIGINT in a background job of a script
-        number = signal.SIGTERM
+    if signal.getsignal(number) is signal.SIG_IGN and callable(signal.getsignal(signal.SIGTERM)):
+        number = signal.SIGTERM  # SIGINT is ignored in a background job of a script
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, number))
     timer.daemon = True
     if threading.current_thread() is threading.main_thread():
@@ -345,12 +345,13 @@ class HeldInterrupts:
         replaced, self._replaced = self._replaced, {}
         for number, handler in replaced.items():
             signal.signal(number, handler)
-        if self._first is not None and (kind is None or issubclass(kind, WorkerError)):
+        may_restart = isinstance(error, WorkerError) and not error.is_final
+        if self._first is not None and (kind is None or may_restart):
             try:
                 replaced[self._first](self._first, None)
             except KeyboardInterrupt as interrupt:
                 if isinstance(error, Exception):
-                    interrupt.add_note(f"meanwhile {in_one_line(error)}")
+                    interrupt.add_note(f"meanwhile {in_one_line(error)[:500]}")
                 raise
 
 

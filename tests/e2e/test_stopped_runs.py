@@ -383,6 +383,8 @@ def test_an_interrupt_that_waits_is_not_lost_where_a_worker_dies():
         with pytest.raises(KeyboardInterrupt) as stopped:
             update(errors.WorkerError("rank 1 died"))
         assert mentions(stopped.value.__notes__[0], "rank 1 died")
+        with pytest.raises(errors.WorkerError, match="a bug"):  # of which no restart comes
+            update(errors.WorkerError("a bug", is_final=True))
     assert received == [signal.SIGTERM]
 
 

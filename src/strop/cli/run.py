@@ -47,7 +47,7 @@ def _stopped(received: list[int], error: BaseException) -> int:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     notes = getattr(error, "__notes__", [])
     with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-        sys.stderr.write(f"{name}: {'; '.join(notes)}\n" if notes else f"stopped by {name}\n")
+        sys.stderr.write(printable(f"{name}: {'; '.join(notes)}" if notes else f"stopped by {name}") + "\n")
         if not is_interrupt(error):
             sys.stderr.write(printable(f"while stopping: {type(error).__name__}: {error}") + "\n")
         sys.stderr.flush()
