@@ -106,6 +106,7 @@ def test_numbers_have_one_notation(response: str, number: str | None):
         ("8 - 5", "5"),
         ("it is –5", "-5"),
         ("10–5", "5"),
+        ("a discount of 10%–15%", "15"),
         ("he has so many – 5", "5"),
         ("1,0", "0"),
         ("5.00", "5"),

@@ -166,6 +166,7 @@ def test_the_rest_of_a_function_or_all_of_it_may_follow_the_prefix():
     truth = {"kind": "assert", "prefix": prefix, "entry_point": "area", "tests": tests}
     assert judge("    return math.pi * r * r\n", truth, limits=PATIENT).passed
     assert judge("```python\ndef area(r):\n    return math.pi * r ** 2\n```", truth, limits=PATIENT).passed
+    assert judge("    ```python\n    return math.pi * r ** 2\n    ```", truth, limits=PATIENT).passed
     assert not judge("    return math.pi * r\n", truth, limits=PATIENT).passed
 
 

@@ -84,7 +84,8 @@ def judge(
     prefix = truth.get("prefix") or ""
     entry_point = truth.get("entry_point") or ""
     response = with_opening_fence(response_prefix, solution_str)
-    program = with_prefix(prefix, extract_program(response, entry_point=entry_point))
+    program = extract_program(response, entry_point=entry_point, completes=bool(prefix))
+    program = with_prefix(prefix, program)
     tests = truth["tests"]
     if truth["kind"] == "stdin":
         inputs, outputs = ([test[name] for test in tests] for name in ("input", "output"))
@@ -98,18 +99,19 @@ def judge(
     )
 
 
-def extract_program(response: str, *, entry_point: str = "") -> str:
+def extract_program(response: str, *, entry_point: str = "", completes: bool = False) -> str:
     """Return a fenced block of the response, else the whole response.
 
     Blocks after the last ``</think>`` have precedence, then those marked as Python: an unmarked one after
     them is usually output of the program. Of several, the last one that defines ``entry_point``, because
-    examples of its use may follow, else the last one.
+    examples of its use may follow, else the last one. ``completes``: it may be the body of a function.
     """
     programs: list[str] = []
+    completed = entry_point if completes else ""
     for text in (response.rpartition("</think>")[2], response):
-        blocks = list(_FENCED.finditer(text))
-        labelled = [_content(block) for block in blocks if block["language"].lower() in _PYTHON]
-        unlabelled = [_content(block) for block in blocks if not block["language"]]
+        found = [(block["language"].lower(), _content(block, completed)) for block in _FENCED.finditer(text)]
+        labelled = [content for language, content in found if language in _PYTHON]
+        unlabelled = [content for language, content in found if not language]
         programs = programs or labelled or unlabelled
     defining = [program for program in programs if entry_point and _defines(program, entry_point)]
     return (defining or programs or [response])[-1]
@@ -127,9 +129,13 @@ def with_opening_fence(response_prefix: str, response: str) -> str:
     return text if _FENCED.match(text) else f"{text}\n{opening['fence']}"
 
 
-def _content(block: re.Match[str]) -> str:
-    """Return the lines of a block without the indent of its fence; what they have beyond it is Python's."""
-    return re.sub(rf"^[ \t]{{0,{len(block['indent'])}}}", "", block["content"], flags=re.MULTILINE)
+def _content(block: re.Match[str], completed: str) -> str:
+    """Return the lines of a block without the indent of its fence; what they have beyond it is Python's.
+
+    ``completed`` is the function of which the block may be the body, whose indent then is Python's, too.
+    """
+    program = re.sub(rf"^[ \t]{{0,{len(block['indent'])}}}", "", block["content"], flags=re.MULTILINE)
+    return block["content"] if completed and not _defines(program, completed) else program
 
 
 def _defines(program: str, name: str) -> bool:

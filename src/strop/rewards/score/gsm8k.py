@@ -14,7 +14,7 @@ _MINUS = "-\N{MINUS SIGN}\N{EN DASH}"
 _CURRENCY = "$€£¥₹"
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # The minus of "10-5" and "8 - 3" is not a sign, nor is the dash of "so many – 5".
-_SIGN = rf"(?<![0-9a-zA-Z)])[{_MINUS}+](?:(?<![0-9)%][ ].)(?<!–)[ ])?"
+_SIGN = rf"(?<![0-9a-zA-Z)%°€£¥₹])[{_MINUS}+](?:(?<![0-9)%][ ].)(?<!–)[ ])?"
 _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})?(?:\\?[{_CURRENCY}][ ]?(?P<inner>[{_MINUS}+])?)?(?P<digits>{_DIGITS})"
 )
