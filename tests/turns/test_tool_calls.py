@@ -75,6 +75,7 @@ TYPES = {
     "id": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
     "flag": {"type": "boolean"},
     "any": {},
+    "unit": {"type": "string", "enum": ["C", "F"], "nullable": True},
 }
 TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properties": TYPES}}}]
 
@@ -93,9 +94,12 @@ TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"properti
         ("maybe", "17", "17"),
         ("id", "007", "007"),
         ("flag", "True", True),
+        ("flag", "1", True),
         ("flag", "false", False),
         ("any", '{"a": 1}', {"a": 1}),
         ("any", "x y", "x y"),
+        ("unit", "null", None),
+        ("unit", "\nC\n", "C"),
     ],
 )
 def test_the_schema_types_what_stands_between_tags(key, written, read):
@@ -110,6 +114,13 @@ def test_the_schema_types_what_stands_between_tags(key, written, read):
         assert type(turn.calls[0].arguments[key]) is type(read)
 
 
+def test_null_is_one_of_an_enumeration_that_may_be_null():
+    said = '<tool_call>{"name": "f", "arguments": {"unit": null}}</tool_call>'
+    parse = find_parser("hermes", None, {}, [], pytest.fail)
+    assert parse(said, "", TYPED).calls[0].arguments == {"unit": None}
+    assert "'C' or 'F' or None" in parse(said.replace("null", '"K"'), "", TYPED).malformed
+
+
 @pytest.mark.parametrize(("value", "read"), [('"007"', "007"), ("7", 7)])
 def test_a_json_string_that_fits_stays_a_string(value, read):
     said = f'<tool_call>{{"name": "f", "arguments": {{"id": {value}, "a": "5"}}}}</tool_call>'
@@ -119,9 +130,9 @@ def test_a_json_string_that_fits_stays_a_string(value, read):
 
 def test_an_argument_without_its_end_makes_a_turn_malformed():
     parse = find_parser("qwen_coder", None, {}, [], pytest.fail)
-    for rest in ("", "<parameter=a>\n1\n</parameter>\n"):
+    for rest in ("5\n", "5\n<parameter=a>\n1\n</parameter>\n", "<parameter=a>\n1\n</parameter>\n"):
         turn = parse(
-            f"<tool_call>\n<function=f>\n<parameter=word>\n5\n{rest}</function>\n</tool_call>", "", TYPED
+            f"<tool_call>\n<function=f>\n<parameter=word>\n{rest}</function>\n</tool_call>", "", TYPED
         )
         assert not turn.calls
         assert "'word' has no end" in turn.malformed

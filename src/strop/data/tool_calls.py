@@ -131,7 +131,7 @@ NOTATIONS: dict[str, dict[str, Any]] = {
 }
 """Name -> response template."""
 _TAGS = {
-    "qwen_coder": (r"\n<parameter=[^<>\n]+>", r"\n?</parameter>"),
+    "qwen_coder": (r"(?:\A|\n)<parameter=[^<>\n]+>", r"\n?</parameter>"),
     "glm": (r"<arg_key>[^<]+</arg_key>\s*<arg_value>", "</arg_value>"),
 }
 """Name -> beginning and end of an argument, of those whose arguments stand between tags."""
@@ -214,7 +214,7 @@ def _reading(template: Mapping[str, Any], tags: tuple[str, str] | None = None) -
     """Return a parser by a response template; ``tags``: beginning and end of each of its arguments."""
     from transformers.utils.chat_parsing import parse_response  # seconds
 
-    is_raw = template["fields"].get("tool_calls", {}).get("content") == _RAW
+    is_raw = template.get("fields", {}).get("tool_calls", {}).get("content") == _RAW
 
     def parse(text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
         opened = "<think>" if opens_thinking(prompt_end) else ""
@@ -222,7 +222,9 @@ def _reading(template: Mapping[str, Any], tags: tuple[str, str] | None = None) -
             # without the tools: transformers makes "007" of the types string or integer a 7
             found = parse_response(text, dict(template), prefix=_START + opened)
             answered = found.get("tool_calls") or []
-            if answered and isinstance(answered[0], list):  # a list for the whole turn
+            if isinstance(answered, dict):  # of a template with one call in a turn
+                answered = [answered]
+            elif answered and isinstance(answered[0], list):  # a list for the whole turn
                 answered = [call for calls in answered for call in calls]
             calls = [_call_of(call) for call in answered]
             for name, arguments in calls:
@@ -274,7 +276,8 @@ def _cast(text: str, schema: Mapping[str, Any], *, is_raw: bool) -> Any:
     if _fits(text, schema) and (types or not is_raw):
         return text
     # what models write in place of JSON's values; last a text without the blanks around it, of an enumeration
-    loose = (lambda word: _WORDS[word.lower()], int, float, str) if types or "enum" in schema else ()
+    words = _WORDS | ({"1": True, "0": False} if "boolean" in types else {})
+    loose = (lambda word: words[word.lower()], int, float, str) if types or "enum" in schema else ()
     for read in (json.loads, *loose):
         with contextlib.suppress(ValueError, LookupError, RecursionError):
             if _fits(value := read(word), schema):
@@ -427,13 +430,15 @@ def _types_of(schema: Mapping[str, Any]) -> list[str]:
 
 def _type_in_words(schema: Mapping[str, Any]) -> str:
     if choices := schema.get("enum"):
-        return " or ".join(map(repr, choices))
+        return " or ".join(map(repr, [*choices, *([None] if schema.get("nullable") else [])]))
     return " or ".join(_types_of(schema)) or "value"
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return True if a value has one of the types of its schema; False is no number."""
     types = _types_of(schema)
+    if value is None and schema.get("nullable"):  # transformers leaves null out of the enumeration
+        return True
     if "enum" in schema and value not in schema["enum"]:
         return False
     return not types or any(
