@@ -516,3 +516,12 @@ def test_a_copy_of_the_same_iteration_of_another_continuation_is_replaced(memory
         checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
     here = (tmp_path / "run" / "global_step_4" / "manifest.json").read_bytes()
     assert read(REMOTE, "global_step_4/manifest.json") == here
+
+
+def test_a_damaged_checkpoint_with_a_whole_copy_is_not_uploaded(memory_fs, tmp_path):
+    run_of(2, 4, folder=tmp_path, url=REMOTE)
+    (tmp_path / "global_step_2" / "manifest.json").unlink()
+    before = read(REMOTE, "global_step_2/manifest.json")
+    with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
+    assert read(REMOTE, "global_step_2/manifest.json") == before

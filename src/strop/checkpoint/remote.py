@@ -65,10 +65,14 @@ class RemoteCheckpoints:
         return _manifest(self._fs, f"{self._root}/{name_of(step)}") is not None
 
     def holds(self, checkpoint: Path) -> bool:
-        """Return True if the whole checkpoint of its iteration is this one, not that of a run left behind."""
-        there = _manifest(self._fs, f"{self._root}/{checkpoint.name}")
-        here = parse_manifest((checkpoint / MANIFEST).read_bytes(), str(checkpoint))
-        return there is not None and there == here
+        """Return True if the whole checkpoint of its iteration is this one, not that of a run left behind.
+
+        Of one without a manifest, which is not whole, any whole copy counts.
+        """
+        there, file = _manifest(self._fs, f"{self._root}/{checkpoint.name}"), checkpoint / MANIFEST
+        if there is None or not file.is_file():
+            return there is not None
+        return there == parse_manifest(file.read_bytes(), str(checkpoint))
 
     def latest(self) -> int | None:
         """Return the iteration to resume from: the one that ``LATEST`` names, or the newest whole one."""
