@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows
+from strop.environments import mcp
 from strop.environments.gym import load_gym
 from strop.environments.loading import load_environments
 from strop.environments.mcp import load_mcp
@@ -144,6 +147,34 @@ def test_samples_may_share_a_server_which_is_started_again():
         assert await other.call("add", number=1) == "1"
 
     shared = load_mcp(f"mcp-shared:{SERVER}", "environment.tools")
+    asyncio.run(play())
+
+
+def test_a_server_that_does_not_know_the_session_any_more_gets_another(monkeypatch):
+    """One over HTTP was started again between two calls."""
+    mcp_types = pytest.importorskip("mcp.types")
+    from mcp import MCPError
+
+    made = []
+
+    @contextlib.asynccontextmanager
+    async def client(*_):
+        made.append(len(made))
+        yield SimpleNamespace(call_tool=functools.partial(call_tool, made[-1]))
+
+    async def call_tool(number, name, arguments):
+        if number == 0:
+            raise MCPError(code=mcp_types.INVALID_REQUEST, message="Session not found")
+        return SimpleNamespace(content=[SimpleNamespace(text="3")], is_error=False)
+
+    async def play():
+        with pytest.raises(MCPError):
+            await shared().call("add", number=3)
+        assert await shared().call("add", number=3) == "3"
+
+    shared = load_mcp(f"mcp-shared:{SERVER}", "environment.tools")
+    monkeypatch.setattr(mcp, "_client", client)
+    monkeypatch.setattr(mcp, "_shared", {})
     asyncio.run(play())
 
 

@@ -41,7 +41,7 @@ class Server:
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         """Call a tool; return the texts of its result, a line each."""
-        from mcp.types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
 
         if self.given.startswith("mcp-shared:"):
             if self.given not in _shared:
@@ -52,7 +52,10 @@ class Server:
         try:
             result = await (await connection.client).call_tool(name, arguments)
         except Exception as error:
-            has_ended = connection.has_failed() or getattr(error, "code", None) == CONNECTION_CLOSED
+            code = getattr(error, "code", None)
+            # of a server that was started again and does not know the session
+            is_forgotten = code == INVALID_REQUEST and "session" in str(error).lower()
+            has_ended = connection.has_failed() or code == CONNECTION_CLOSED or is_forgotten
             if has_ended and _shared.get(self.given) is connection:  # without state, another one is as good
                 _shared.pop(self.given).end()
             raise
