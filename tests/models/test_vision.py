@@ -658,12 +658,21 @@ def test_parts_of_a_model_are_frozen_by_name(folders, caplog, kind):
     assert all(weight.requires_grad for weight in weights.values())
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm", "gemma3"])
-def test_adapters_of_all_linear_are_the_language_models(folders, kind):
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        *((kind, "all-linear") for kind in ("qwen2_5_vl", "smolvlm", "gemma3")),
+        *((kind, ("q_proj", "v_proj")) for kind in ("smolvlm", "gemma3")),
+    ],
+)
+def test_adapters_are_the_language_models(folders, kind, targets):
     adapted = {}
     for excluded in (None, []):
         model = load_causal_lm(folders(kind))
-        settings = LoraSettings(base="x", rank=2, alpha=4, exclude_modules=excluded, seed=0, key="model")
+        names = targets if isinstance(targets, str) else [*targets]
+        settings = LoraSettings(
+            base="x", rank=2, alpha=4, target_modules=names, exclude_modules=excluded, seed=0, key="model"
+        )
         adapters = Adapters(model, settings)
         adapted[excluded is None] = set(adapters._layers)
     of_encoder = {name for name in adapted[False] if part_of(f"{name}.weight")}

@@ -225,8 +225,9 @@ class Adapters:
 
 
 def _new_config(peft: Any, settings: LoraSettings, model: PreTrainedModel) -> Any:
-    excluded = settings.exclude_modules
-    if excluded is None and settings.target_modules == "all-linear":
+    excluded, wanted = settings.exclude_modules, settings.target_modules
+    # a regular expression is one of whole names, and says itself what it means
+    if excluded is None and (wanted == "all-linear" or not isinstance(wanted, str)):
         excluded = encoder_modules(model)
     return peft.LoraConfig(
         r=settings.rank,

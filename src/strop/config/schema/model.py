@@ -107,7 +107,8 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
     target_modules: Annotated[ModuleNames, SAME_MODEL, _no_lora("all-linear"), _of_new_adapters("all-linear")]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: Annotated[ModuleNames | None, SAME_MODEL, _no_lora(None), _of_new_adapters(None)]
-    """Layers without adapters, by name as above; null: those of an encoder of pictures; []: none."""
+    """Layers without adapters, by name as above; []: none; null: those of an encoder of pictures, unless
+    target_modules is a regular expression."""
     modules_to_save: Annotated[Names, SAME_MODEL, _no_lora([]), _of_new_adapters([])]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: Annotated[Text | None, SAME_MODEL, FILES, needs("adapters")]
@@ -121,7 +122,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
         no_effect(
             "with LoRA adapters",
             lambda at: bool(at.value) and at.section.has_adapters,
-            "all weights of the model are frozen, and exclude_modules=null gives the encoder no adapters",
+            "all weights of the model are frozen; exclude_modules says which layers get no adapters",
         ),
     ]
     """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
