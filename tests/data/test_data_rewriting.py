@@ -150,3 +150,10 @@ def test_turns_are_messages_with_the_answers_between_them():
         "Q1+1=.A3<end>.Q7\n0.A4",
         "Q1+1=.A<end>.",
     ]
+
+
+def test_a_template_that_refuses_a_sample_is_named_with_its_folder():
+    own = writer("{{ raise_exception('no turns of a tool') }}")
+    own.name_or_path = "the/reward/model"
+    with pytest.raises(ModelError, match=naming("the/reward/model", "no turns of a tool")):
+        Rewriter(READER, own)(BATCH)

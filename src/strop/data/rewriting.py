@@ -17,7 +17,7 @@ from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
 from strop.data.pictures.parts import in_words
 from strop.data.prompts import as_messages, as_taken
-from strop.errors import DataError, ModelError
+from strop.errors import DataError, ModelError, raised_as
 from strop.protocol import DataProto
 
 _RESPONSE_ENDS = "\ue000"
@@ -103,7 +103,10 @@ class Rewriter:
         if truncated:
             messages[-1]["content"] += _RESPONSE_ENDS
         chat = as_taken(messages, self.writer)
-        text = self.writer.apply_chat_template(chat, tools=tools, tokenize=False)
+        refused = f"the chat template in {self.writer.name_or_path} refuses the messages of a sample"
+        # templates raise anything
+        with raised_as(ModelError, refused, remedy="use a reward model whose template takes such prompts"):
+            text = self.writer.apply_chat_template(chat, tools=tools, tokenize=False)
         if not truncated:
             return text
         # A template that drops parts of a response (its reasoning) may drop the mark, and nothing follows it.
