@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from strop.cli.check import summary, tables
+from strop.cli.check import all_values, summary, tables
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -119,3 +119,9 @@ def test_the_report_shows_the_source_of_the_old_log_probs(overrides):
         ([*one_step, "algorithm.kl_ctrl.kl_coef=0"], "from the update: it is one on-policy step"),
     ):
         assert row(shown(load_config(options)), "old log-probs  ") == source
+
+
+def test_all_values_are_those_of_this_machine():
+    lines = [line.strip() for line in all_values(load_config(["trainer.device=cpu"])).code.splitlines()]
+    assert "n_gpus_per_node: 1  # this machine" in lines
+    assert "device: cpu  # override" in lines

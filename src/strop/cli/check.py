@@ -40,7 +40,7 @@ from strop.config.keys import all_keys, value_at
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
 from strop.config.memory.shapes import PictureBytes
-from strop.config.placement import Placement, runs_on_ray
+from strop.config.placement import Placement, runs_on_ray, settled
 from strop.config.roles import Schedule, is_off_policy, reason_for_old_log_prob_pass
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.agent import uses_agent
@@ -333,14 +333,16 @@ def all_values(config: RootConfig) -> Syntax:
     """Return all keys as YAML, each with the author of its value as a comment."""
     from rich.syntax import Syntax  # pygments
 
-    tree, values, lines = tree_of(type(config)), config.model_dump(mode="json"), []
+    tree, lines = tree_of(type(config)), []
+    given, values = (one.model_dump(mode="json") for one in (config, settled(config)))
     for path, key in all_keys(type(config)).items():
         name = path.rpartition(".")[2]
         line = f"{name}:"
         if not key.is_section:
             entry = {name: value_in(values, path)}
             text = yaml.safe_dump(entry, default_flow_style=True, allow_unicode=True, width=math.inf)
-            line = f"{text.strip()[1:-1]}  # {tree.author(config, path)}"
+            is_given = value_in(given, path) == value_in(values, path)
+            line = f"{text.strip()[1:-1]}  # {tree.author(config, path) if is_given else 'this machine'}"
         lines.append("  " * path.count(".") + line)
     return Syntax("\n".join(lines), "yaml", background_color="default")
 
