@@ -24,5 +24,7 @@ done
 until on "$head" "$ray job list --address=http://127.0.0.1:8265" >/dev/null 2>&1; do sleep 1; done
 sleep 5
 
-on "$head" "$ray job submit --address=http://127.0.0.1:8265 --" \
-  "$(printf %q "$PWD")/.venv/bin/strop train trainer.nnodes=${#nodes[@]} $(printf '%q ' "$@")"
+# As a file: Ray hands the words of a command to a shell, which would read their quotes once more.
+job=/tmp/strop_job_$$.sh
+printf '%q ' "$PWD/.venv/bin/strop" train "trainer.nnodes=${#nodes[@]}" "$@" | on "$head" "cat >$job"
+on "$head" "$ray job submit --address=http://127.0.0.1:8265 -- bash $job"
