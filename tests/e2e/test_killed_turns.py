@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -43,9 +44,17 @@ def _victim(run: subprocess.Popen, kind: str) -> psutil.Process:
     driver = psutil.Process(run.pid)
     names = {"child": r"strop\.environments\.child", "rank": r"ray::(?!IDLE|\w*Agent)"}
     for process in driver.children(recursive=True) if kind in names else ():
-        if re.search(names[kind], " ".join(process.cmdline())):
+        if re.search(names[kind], _command(process)):
             return process
     return driver
+
+
+def _command(process: psutil.Process) -> str:
+    """The command line; "" of a process that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def _n_lines(run: Path) -> int:
@@ -75,9 +84,11 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(input
         if process.poll() is not None:
             continue
         victim = _victim(process, KINDS[number % len(KINDS)])
-        print(f"kill {number}: {victim.name()} {moment:.2f} s after line {_n_lines(run)}")
-        is_of_environment = "environments.child" in " ".join(victim.cmdline())
-        victim.kill()
+        command_line = _command(victim)
+        print(f"kill {number}: {command_line[-60:]} {moment:.2f} s after line {_n_lines(run)}")
+        is_of_environment = "environments.child" in command_line
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
         if not is_of_environment:  # whose death ends no run
             process.wait()
     if process.wait():
