@@ -165,7 +165,7 @@ def test_a_server_that_does_not_know_the_session_any_more_gets_another(monkeypat
     async def call_tool(number, name, arguments):
         if number == 0:
             raise MCPError(code=mcp_types.INVALID_REQUEST, message="Session not found")
-        return SimpleNamespace(content=[SimpleNamespace(text="3")], is_error=False)
+        return SimpleNamespace(content=[SimpleNamespace(type="text", text="3")], is_error=False)
 
     async def play():
         with pytest.raises(MCPError):
