@@ -217,7 +217,7 @@ class ModelKeys(TypedDict, total=False):
     target_modules: str | Sequence[str]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: str | Sequence[str] | None
-    """Layers without adapters, by name as above; null: an encoder's, unless target_modules is an expression."""
+    """Layers without adapters, named so; null: an encoder's, unless target_modules is an expression."""
     modules_to_save: Sequence[str]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: str | Path | None

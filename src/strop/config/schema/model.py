@@ -107,7 +107,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
     target_modules: Annotated[ModuleNames, SAME_MODEL, _no_lora("all-linear"), _of_new_adapters("all-linear")]
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: Annotated[ModuleNames | None, SAME_MODEL, _no_lora(None), _of_new_adapters(None)]
-    """Layers without adapters, by name as above; null: an encoder's, unless target_modules is an expression."""
+    """Layers without adapters, named so; null: an encoder's, unless target_modules is an expression."""
     modules_to_save: Annotated[Names, SAME_MODEL, _no_lora([]), _of_new_adapters([])]
     """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: Annotated[Text | None, SAME_MODEL, FILES, needs("adapters")]
