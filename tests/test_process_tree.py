@@ -31,14 +31,21 @@ if sys.argv[1] == "no pidfds":
 if sys.argv[1] == "no lists of children":
     os.path.exists = lambda path: False
 process_tree.kill_descendants(os.getpid())
-print(len(started), all(os.waitpid(-1, 0)[1] == 9 for _ in process_tree.descendants(os.getpid())))
+statuses = set()
+try:
+    while True:  # one that lives would sleep for ten minutes
+        statuses.add(os.waitpid(-1, 0)[1])
+except ChildProcessError:
+    print(len(started), statuses)
 """
 
 
-@pytest.mark.parametrize("lacks", ["nothing", "no pidfds", "no lists of children"])
-def test_processes_that_are_forked_while_others_are_killed_are_killed_too(lacks):
-    """On systems without pidfds, too, whose zombies are left."""
+@pytest.mark.parametrize(
+    ("lacks", "left"), [("nothing", "set()"), ("no pidfds", "{9}"), ("no lists of children", "set()")]
+)
+def test_processes_that_are_forked_while_others_are_killed_are_killed_too(lacks, left):
+    """On systems without pidfds, too, whose zombies are left, with SIGKILL as their status."""
     done = subprocess.run(
         [sys.executable, "-c", FORKS_AMONG_KILLS, lacks], capture_output=True, text=True, timeout=30
     )
-    assert (done.stdout.strip(), done.stderr) == ("2 True", "")
+    assert (done.stdout.strip(), done.stderr) == (f"2 {left}", "")
