@@ -53,17 +53,22 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     *,
-    whiten: bool = True,
-    norm_by_std: bool = True,
+    whiten: bool | None = None,
+    norm_by_std: bool | None = None,
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` [B, T] to the batch, and return it.
 
     Reads ``token_level_rewards``, ``response_mask``, if present ``token_level_scores`` (before the KL
     penalty), and what else the estimator takes. Groups are found by ``uid``; in a batch without it, every
     ``num_repeat`` adjacent rows are one. ``whiten`` and ``norm_by_std`` are ``algorithm.whiten_advantages``
-    and ``algorithm.norm_adv_by_std_in_grpo``.
+    and ``algorithm.norm_adv_by_std_in_grpo``; None: as ``generate_sequences`` of the trainer's group has
+    written them into ``meta_info``, else True.
     """
-    columns = data.batch
+    columns, settings = data.batch, data.meta_info
+    if whiten is None:
+        whiten = settings.get("whiten_advantages", True)
+    if norm_by_std is None:
+        norm_by_std = settings.get("norm_adv_by_std_in_grpo", True)
     columns["advantages"], columns["returns"] = estimate_columns(
         get_estimator(adv_estimator),
         columns,
@@ -134,6 +139,9 @@ class WholeBatches:
         if mode == "greedy":
             seeds_PN = seeds_PN[:, :1]
         batch = ppo.generate(prompts, seeds_PN, trainer.timer, mode=mode)
+        algorithm = trainer.config.algorithm
+        for key in ("whiten_advantages", "norm_adv_by_std_in_grpo"):  # for compute_advantage
+            batch.meta_info[key] = getattr(algorithm, key)
         # compute_ref_log_prob computes them with a full KL, which needs the reference's hidden states
         return batch if ppo.full_kl else batch.union(self._group.compute_log_prob(batch))
 
@@ -165,16 +173,20 @@ class VerlNames:
     """verl's names of what ``RayPPOTrainer`` has.
 
     ``actor_rollout_wg``, ``ref_policy_wg``, ``critic_wg`` and ``rm_wg`` are its groups (``WholeBatches``),
-    ``kl_ctrl`` is the controller of the KL coefficient. ``train_dataloader`` iterates over what is left of an
-    epoch, ``val_dataloader`` over the validation prompts. ``global_steps`` is the number of the iteration in
-    progress, from 1; a ``fit`` of one's own advances it.
+    ``kl_ctrl`` is the controller of the coefficient of the KL in the reward, 0 with ``actor.use_kl_loss``.
+    ``train_dataloader`` iterates over what is left of an epoch, ``val_dataloader`` over the validation
+    prompts. ``global_steps`` is the number of the iteration in progress, from 1; a ``fit`` of one's own
+    advances it.
     """
 
     actor_rollout_wg = property(lambda self: WholeBatches(self, "actor"))
     ref_policy_wg = property(lambda self: WholeBatches(self, "ref"))
     critic_wg = property(lambda self: WholeBatches(self, "critic"))
     rm_wg = property(lambda self: WholeBatches(self, "reward_model"))
-    kl_ctrl = property(lambda self: self.ppo.kl_controller)
+    # a KL in the loss is not in the reward, too
+    kl_ctrl = property(
+        lambda self: self.ppo.kl_controller if self.ppo.kl_in_reward else kl.FixedKLController(0.0)
+    )
     train_dataloader = property(lambda self: OneEpoch(**vars(self.train_loader)))
     val_dataloader = property(lambda self: self.val_loader)
     use_reference_policy = property(lambda self: self.ref is not None)

@@ -339,7 +339,16 @@ class ByALoop(RayPPOTrainer):
 @pytest.mark.parametrize(
     "options",
     [
-        ["trainer.critic_warmup=1", "actor_rollout_ref.actor.optim.warmup_style=linear"],
+        [
+            "trainer.critic_warmup=1",
+            "actor_rollout_ref.actor.optim.warmup_style=linear",
+            "algorithm.whiten_advantages=False",
+        ],
+        [
+            "algorithm.adv_estimator=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+        ],
         ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0"],
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from strop.checkpoint.folder import has_weights, require_own_files, source_in, verify
 from strop.checkpoint.remote import download, read_manifest
@@ -30,14 +29,13 @@ from strop.config.paths import (
 from strop.data.hub import local_model
 from strop.engines.torch.export import export_from_shards, write_model
 from strop.errors import CheckpointError, ConfigError, StropError, raised_as
-from strop.files import take_usual_mode
 from strop.manifest import MANIFEST, covering, describe, remedy_of, require_unchanged, write
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm, defer_scorer, described
 from strop.models.folder import load_tokenizer
 from strop.models.loader import persistent_buffers
 from strop.models.lora import Adapters, LoraSettings, base_of
-from strop.models.source import set_dtype, source_of, write_config, write_tokenizer
+from strop.models.source import save_tensors, set_dtype, source_of, write_config, write_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -179,8 +177,7 @@ def _convert(folder: Path, dtype: str) -> None:
             name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() and name not in kept else tensor
             for name, tensor in tensors.items()
         }
-        save_file(converted, path, metadata=metadata)
-        take_usual_mode(path)
+        save_tensors(converted, path, metadata or {})
         total_size += sum(tensor.nbytes for tensor in converted.values())
     index = folder / SAFETENSORS_INDEX
     if index.is_file():

@@ -24,15 +24,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, is_url
 from strop.errors import ConfigError, MissingExtraError, ModelError, raised_as
-from strop.files import take_usual_mode
 from strop.models.deferred import Weights
 from strop.models.heads import encoder_modules
+from strop.models.source import save_tensors
 
 _ADAPTER = "default"  # peft's name for the only adapter
 _HEAD = "score.weight"
@@ -220,8 +219,7 @@ class Adapters:
             for name, weight in weights.items()
             for key in self._whole.get(name, [name])  # peft expects a tied one under all its names
         }
-        save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        take_usual_mode(folder / ADAPTER_WEIGHTS)
+        save_tensors(named, folder / ADAPTER_WEIGHTS)
 
 
 def _new_config(peft: Any, settings: LoraSettings, model: PreTrainedModel) -> Any:

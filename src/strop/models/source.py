@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.config.paths import safetensors_files
@@ -24,6 +26,7 @@ from strop.models.folder import OLD_ROPE, config_parts, generation_config_of, is
 from strop.models.transformers_private import save_custom_code
 
 _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
+_OF_TORCH = {"format": "pt"}
 _OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -101,6 +104,12 @@ def write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> No
 def _write_generation(folder: Path, generation: GenerationConfig) -> None:
     """Write a generation configuration as it is: ``save_pretrained`` refuses some that models come with."""
     generation.to_json_file(folder / _GENERATION, keys_to_pop=["compile_config"])
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, str] = _OF_TORCH) -> None:
+    """Write a safetensors file with the permissions of a new file."""
+    save_file(tensors, file, metadata=dict(metadata))
+    take_usual_mode(file)
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:

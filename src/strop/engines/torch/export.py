@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,11 +23,10 @@ from strop.config.paths import SAFETENSORS_INDEX
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError, ModelError, raised_as
-from strop.files import take_usual_mode
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import described
 from strop.models.loader import no_progress_bars, persistent_buffers
-from strop.models.source import dtype_of, set_dtype, source_of, write_config, write_tokenizer
+from strop.models.source import dtype_of, save_tensors, set_dtype, source_of, write_config, write_tokenizer
 
 MAX_FILE_BYTES = 2 << 30
 """Size limit of a safetensors file, and of CPU memory in use, unless a single tensor is larger."""
@@ -70,8 +68,7 @@ def write_weights(
             for _ in names:
                 name, tensor = next(incoming)
                 content[name] = tensor.cpu().contiguous()
-            save_file(content, folder / file, metadata={"format": "pt"})
-            take_usual_mode(folder / file)
+            save_tensors(content, folder / file)
             weight_map.update(dict.fromkeys(content, file))
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
