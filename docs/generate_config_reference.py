@@ -51,8 +51,8 @@ strop keys lr                                        # keys with a word in their
 - A required key without a value is an error that says what to write.
 - Paths may begin with `~`, and model and data paths may be `hdfs://` or any other fsspec URL.
 - `data.train_batch_size` and `ppo_mini_batch_size` count prompts over all processes; each prompt has
-  `actor_rollout_ref.rollout.n` samples. Micro-batch sizes count samples in one process and never change a
-  number.
+  `actor_rollout_ref.rollout.n` samples. Micro-batch sizes count samples in one process and change
+  results by rounding only.
 - Deprecated keys work and say so: `*_micro_batch_size` (samples over all processes; setting one sets its
   `*_micro_batch_size_per_gpu` aside) and `actor_rollout_ref.model.external_libs`.
 

@@ -337,7 +337,7 @@ class PpoUpdateKeys(TypedDict, total=False):
     ppo_micro_batch_size: int | None
     """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
     ppo_micro_batch_size_per_gpu: int | None
-    """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
+    """Sequences in one forward and backward pass, per rank; it changes results by rounding only."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
     ppo_max_token_len_per_gpu: int | None
@@ -871,7 +871,7 @@ class UpdateKeys(TypedDict, total=False):
     strategy: Literal["fsdp", "megatron"]
     """Training back-end."""
     micro_batch_size_per_gpu: int | None
-    """Rows in one pass, per rank; memory only: it never changes a number."""
+    """Rows in one pass, per rank; it changes results by rounding only."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens, not by rows; if not set: unless a size in rows is set."""
     max_token_len_per_gpu: int | None

@@ -34,8 +34,8 @@ _COMMANDS = {
         "strop.cli.train:run",
         """\
 strop train MODEL sums.csv --reward my_reward.py data.prompt_key=question data.answer_key=answer
-strop train MODEL data/gsm8k/train.parquet --lr 1e-5 --out runs/first data.val_files=data/gsm8k/test.parquet
-strop train MODEL data/gsm8k/train.parquet --algorithm ppo --steps 100
+strop train MODEL gsm8k/train.parquet --out runs/first data.val_files=gsm8k/test.parquet trainer.test_freq=20
+strop train MODEL gsm8k/train.parquet --lr 1e-5 --algorithm ppo --steps 100
 strop train --config my.yaml --out runs/second
 Without MODEL, DATA and recipe the defaults are near those of verl: strop train key=value ...
 The same command again resumes from the last checkpoint. Keys: strop docs config""",

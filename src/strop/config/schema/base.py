@@ -443,7 +443,7 @@ class PpoUpdateConfig(Section, resumes=MAY_CHANGE):
     ppo_micro_batch_size: PositiveInt | None
     """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
-    """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
+    """Sequences in one forward and backward pass, per rank; it changes results by rounding only."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
     ppo_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens()]

@@ -67,7 +67,7 @@ class UpdateConfig(Section, resumes=MAY_CHANGE):
     strategy: Annotated[Strategy, needs("supervised")]
     """Training back-end."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
-    """Rows in one pass, per rank; memory only: it never changes a number."""
+    """Rows in one pass, per rank; it changes results by rounding only."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens, not by rows; if not set: unless a size in rows is set."""
     max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens()]
