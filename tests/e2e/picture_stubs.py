@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from strop.rollout.base import Samples, SamplingParams, answer
 from strop.workers.base import Worker
 
 N, T = 8, 4
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def is_held(digest: int) -> bool:
@@ -36,6 +38,9 @@ class Stub(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
+        # Else freed buffers are kept for the next micro-batch, on CPUs. A variable of the environment would
+        # be read at the start of a process alone, and this one may be a fork.
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
         path = self.config.actor_rollout_ref.model.path
         model = AutoModelForImageTextToText.from_pretrained(path)
         self.reader = PictureReader(model, load_image_processor(Path(path)))

@@ -37,9 +37,7 @@ def files(count: int) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_a_process_holds_the_pictures_of_an_iteration_once(tmp_path, monkeypatch):
-    # else freed buffers are kept for the next micro-batch, on CPUs
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 17))
+def test_a_process_holds_the_pictures_of_an_iteration_once(tmp_path):
     from picture_stubs import Stub
 
     from strop.controller.ray.group import RayWorkerGroup
