@@ -39,11 +39,11 @@ def test_a_sample_of_configurations_of_several_processes(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "several", "number"),
     [
-        ("train", False, 1000),
-        ("train", True, 500),
-        ("sft", False, 200),
-        ("train-rm", True, 200),
-        ("dpo", False, 200),
+        ("train", False, 400),
+        ("train", True, 200),
+        ("sft", False, 100),
+        ("train-rm", True, 100),
+        ("dpo", False, 100),
     ],
 )
 def test_many_configurations(inputs, tmp_path, kind, several, number):

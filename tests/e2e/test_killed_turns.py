@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 AHEAD = (*lookup_task.AHEAD, "trainer.async_steps=2")
 ON_RAY = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
 KINDS = ("driver", "child", "rank")
-SETTINGS = {"one process": ((), 6), "asynchronous": (AHEAD, 4), "two ranks on Ray": (ON_RAY, 3)}
+SETTINGS = {"one process": ((), 3), "asynchronous": (AHEAD, 3), "two ranks on Ray": (ON_RAY, 2)}
 
 
 @pytest.fixture(scope="module")
