@@ -359,6 +359,34 @@ def test_a_program_returns_what_a_reward_function_may():
     assert rewards.texts["steps"][0] == "[1]"
 
 
+def _asks_briefly(base_url):
+    import urllib.request
+
+    body = (
+        b'{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
+    )
+    urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
+    return "A"
+
+
+def test_rewards_get_the_tokens_of_the_first_request():
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = byte_tokenizer()(chat)["input_ids"]
+    with agents(_asks_briefly) as played:
+        prompts = played.batch(data_source=["d"])
+        result = played.rollout.generate(prompts, played.params)
+
+    def score(prompt, prompt_ids, n_prompt_tokens):
+        return float((prompt, prompt_ids, n_prompt_tokens) == (chat, ids, len(ids)))
+
+    manager = RewardManager(byte_tokenizer(), 0, score, by_environment=True)
+    pending = manager.expect(prompts)
+    pending.complete(result)
+    found = pending.get().parts["rule"].tolist()
+    manager.close()
+    assert found == [1]
+
+
 def _length_of(solution_str):
     return float(len(solution_str))
 

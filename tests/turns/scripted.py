@@ -87,8 +87,9 @@ class Script:
         self.prompt_ids = ids[0]
         each = [{"input_ids": torch.tensor(one), **row} for one, row in zip(ids, each, strict=True)]
         seeds = DataProto({"seeds": torch.arange(7, 7 + len(scripts)).view(prompts, n)})
+        self.data = collate(each, pad_token_id=0, max_prompt_length=100 + max(map(len, ids))).union(seeds)
         self.batch = InFlight(
-            collate(each, pad_token_id=0, max_prompt_length=100 + max(map(len, ids))).union(seeds),
+            self.data,
             SamplingParams(max_tokens=max_tokens, n=n),
             **self.episodes.options,
         )

@@ -524,6 +524,34 @@ def test_rewards_read_the_text_of_reset_in_the_prompt():
     assert output.parts["rule"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_rewards_get_the_prompt_that_the_policy_saw(is_chat):
+    shown, tokenizer = "Hi\n\nThe board is x.", byte_tokenizer()
+    chat = f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+    messages, ids = [{"role": "user", "content": shown}], tokenizer(chat)["input_ids"]
+
+    def of_one(prompt, prompt_ids, n_prompt_tokens, messages):
+        return float(
+            (prompt, prompt_ids, n_prompt_tokens, messages)
+            == (chat if is_chat else shown, ids, len(ids), [{"role": "user", "content": shown}])
+        )
+
+    def of_all(prompts, completions):
+        return [float(prompt == (messages if is_chat else shown)) for prompt in prompts]
+
+    prompt = [{"role": "user", "content": "Hi"}] if is_chat else "Hi"
+    script = Script(environments_of(own=Tells), [["a"]] * 2, n=2, rows={"start": ["x"]}, prompt=prompt)
+    result = script.play()
+    data = script.data.union(DataProto.from_dict(non_tensors={"data_source": ["d"]}))
+    for function in (of_one, of_all):
+        manager = RewardManager(tokenizer, 0, function)
+        pending = manager.expect(data, n=2)  # as training and validation do, before anything is generated
+        pending.complete(result)
+        found = pending.get().parts["rule"].tolist()
+        manager.close()
+        assert found == [1, 1]
+
+
 def test_a_text_of_reset_must_fit_and_be_of_the_group():
     rows = {"start": ["x" * 200, "y"]}
     with pytest.raises(DataError) as error:

@@ -129,6 +129,8 @@ class Played(NamedTuple):
     """All messages of a session's last request, with its answer; None: those of the prompt and the turns."""
     prompt: list[dict[str, Any]] | None = None
     """The prompt's messages with the text of ``reset``; None without one: those of the data."""
+    prompt_ids: list[int] | None = None
+    """Token ids of the prompt before these turns; None: those of the data."""
 
     @classmethod
     def of(cls, text: str, ids_T: Any, mask_T: Any, ended_by: str, tokenizer: Any) -> Played:
@@ -398,6 +400,8 @@ class Row:
     """Its text after the last special token (``tail_of``); None if that is not known."""
     images: Sequence[int] | None = None
     """Digests of its pictures; None for a data set of text."""
+    shown: Sequence[Mapping[str, Any]] | None = None
+    """Its messages with the text of an environment's ``reset``; None without one."""
 
     @property
     def is_chat(self) -> bool:
@@ -406,6 +410,8 @@ class Row:
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the prompt as chat messages."""
+        if self.shown is not None:
+            return [dict(message) for message in self.shown]
         if self.is_chat:  # Arrow gives every message the keys of all others
             return [
                 {key: value for key, value in message.items() if value is not None} for message in self.given
@@ -413,9 +419,14 @@ class Row:
         text = self.text() if self.given is None and self.text is not None else self.given
         return [{"role": "user", "content": text}]
 
+    def plain_text(self) -> str:
+        """Return a prompt that is a text in the data, with the text of ``reset``."""
+        return self.given if self.shown is None else text_of_content(self.shown[-1]["content"])
+
     def response_prefix(self) -> str:
         """Return the text of an assistant's last message, else a tag that the prompt ends with, or ""."""
-        last = self.given[-1] if isinstance(self.given, list | tuple) and self.given else None
+        given = self.given if self.shown is None else self.shown
+        last = given[-1] if isinstance(given, list | tuple) and given else None
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             return text_of_content(last.get("content"))
         text = self.tail() if self.tail is not None else self.given
@@ -461,16 +472,12 @@ def named_values(
     take. Only what is wanted is computed.
     """
     known: dict[str, Callable[[], Any]] = {}
-
-    def messages() -> list[dict[str, Any]]:
-        return played.prompt if played is not None and played.prompt is not None else row.messages()
-
     if isinstance(row.given, str):
-        known["prompt"] = lambda: row.given
+        known["prompt"] = row.plain_text
     elif row.text is not None:
         known["prompt"] = row.text
     if row.given is not None or row.text is not None:
-        known["messages"] = messages
+        known["messages"] = row.messages
     if row.given is not None or row.tail is not None:
         known["response_prefix"] = row.response_prefix
     if (ids := row.ids) is not None:
@@ -485,7 +492,7 @@ def named_values(
     if played is not None or not TURN_NAMES.keys().isdisjoint(wanted):
         # a sample without turns has one; there a column of the data may have such a name
         turns = played or Played([PlayedTurn(response)], "length" if truncated else "stop")
-        of_turns = turns.values(messages() if "messages" in known else [])
+        of_turns = turns.values(row.messages() if "messages" in known else [])
         own = {name: functools.partial(of_turns.__getitem__, name) for name in of_turns}
         kept = own if played else own.keys() & {*wanted} - {*row.columns}
         known |= {name: own[name] for name in kept}
@@ -495,7 +502,7 @@ def named_values(
             answer = conversation_of(played.turns)
         known["completions"] = lambda: answer if row.is_chat else response
         if row.is_chat or "prompt" in known:
-            known["prompts"] = messages if row.is_chat else known["prompt"]
+            known["prompts"] = row.messages if row.is_chat else known["prompt"]
     columns = dict(row.columns)
     if row.is_chat:
         columns.pop("prompt", None)  # the name means a text
@@ -569,14 +576,21 @@ class SampleValues:
         truncated: bool | None,
         played: Played | None = None,
     ) -> dict[str, Any]:
-        """Return the values for a response to the prompt in row ``prompt``."""
+        """Return the values for a response to the prompt in row ``prompt``, as the policy saw it."""
+
+        def ids() -> list[int]:
+            if played is not None and played.prompt_ids is not None:
+                return played.prompt_ids
+            return ids_of_prompt(self._prompts, prompt)
+
         row = Row(
             columns={name: column[prompt] for name, column in self._columns.items()},
             given=None if self._given is None else self._given[prompt],
-            ids=lambda: self._ids(prompt),
-            text=lambda: self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False),
-            tail=lambda: tail_of(self._ids(prompt), self._tokenizer),
+            ids=ids,
+            text=lambda: self._tokenizer.decode(ids(), skip_special_tokens=False),
+            tail=lambda: tail_of(ids(), self._tokenizer),
             images=None if self._images is None else self._images[prompt].tolist(),
+            shown=None if played is None else played.prompt,
         )
         return named_values(
             self._wanted,
@@ -589,13 +603,15 @@ class SampleValues:
             played=played,
         )
 
-    def _ids(self, prompt: int) -> list[int]:
-        tensors = self._prompts.batch
-        name = next((name for name in ("prompts", "input_ids") if name in tensors), None)
-        if name is None or "attention_mask" not in tensors:
-            return []
-        ids_P = tensors[name][prompt]
-        return ids_P[tensors["attention_mask"][prompt, : len(ids_P)] != 0].tolist()
+
+def ids_of_prompt(batch: DataProto, row: int) -> list[int]:
+    """Return the token ids of a row's prompt, without padding; none if the batch does not have them."""
+    tensors = batch.batch
+    name = next((name for name in ("prompts", "input_ids") if name in tensors), None)
+    if name is None or "attention_mask" not in tensors:
+        return []
+    ids_P = tensors[name][row]
+    return ids_P[tensors["attention_mask"][row, : len(ids_P)] != 0].tolist()
 
 
 def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from strop.columns import ENDED_BY
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import Played, Sample
+from strop.rewards.arguments import Played, Sample, ids_of_prompt
 from strop.rewards.base import PendingReward
 from strop.rewards.reward_output import (
     ErrorBudget,
@@ -210,13 +210,15 @@ class PendingSamples(PendingReward):
         columns = self._batch.batch
         if "ended_by" not in columns:  # without turns, conversation may be a column of the data
             return None
-        return Played.of(
+        played = Played.of(
             self._batch.non_tensor_batch["conversation"][row],
             columns["responses"][row],
             columns["response_mask"][row],
             ENDED_BY[int(columns["ended_by"][row])],
             tokenizer,
         )
+        # the text of reset, or a program's first request, is in no row of the data
+        return played._replace(prompt_ids=ids_of_prompt(self._batch, row))
 
     def cancel(self) -> None:
         self._job.cancel()
