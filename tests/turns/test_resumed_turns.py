@@ -183,6 +183,29 @@ def test_an_environment_that_answers_otherwise_loses_its_sample_while_the_run_go
     assert result.batch["n_errors"].tolist() == [1, 1]
 
 
+class Draws:
+    """Its board does not follow from its seed."""
+
+    def reset(self, **row):
+        return f"The board is {os.urandom(8).hex()}."
+
+    def leave(self) -> str:
+        """End the process."""
+        os._exit(3)
+
+    def respond(self, response, turn):
+        return None
+
+
+@pytest.mark.parametrize("replay", ["check", "recorded"])
+def test_a_reset_that_tells_otherwise_than_the_prompt_loses_its_sample(replay):
+    result = Script(environments_of(own=Draws), [["a"]] * 4, n=4, replay=replay).play()
+    assert ended_by(result) == ["environment", "error", "error", "error"]
+    # of one whose environment is rebuilt, the recorded text may count
+    result = Script(environments_of(own=Draws), [[call("leave"), "b"]], replay=replay).play()
+    assert ended_by(result) == ["environment" if replay == "recorded" else "error"]
+
+
 class Board:
     def reset(self, path, **row):
         return Path(path).read_text()

@@ -318,7 +318,8 @@ class Episodes:
         episode, record = self._episode(batch, row), batch.records[row]
         if "past" not in answer:
             return ""
-        is_checked = self._settings.replay == "check" or not record.turns
+        is_checked = self._settings.replay == "check" or not record.is_begun
+        record.is_begun = True
         if is_checked and episode.text is not None and answer["text"] not in (None, episode.text):
             return (
                 f"reset returned {answer['text']!r:.80} for one sample; its prompt has {episode.text!r:.80}; "

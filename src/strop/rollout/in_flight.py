@@ -58,8 +58,11 @@ class Record:
     """The reason why the sample is lost; "" if it is not."""
     errors: int = 0
     malformed: int = 0
+    timeouts: int = 0
     other_stop: int = 0
     """Turns that ended with another stop token than the template's."""
+    is_begun: bool = False
+    """Its environment has been reset, and what that returned was compared with the prompt."""
     is_resumed: bool = False
     """It comes from a checkpoint, and no environment has played its turns again."""
 
