@@ -67,10 +67,12 @@ class Script:
         max_tokens: int = 2000,
         prompt: Any = "Hi",
         truncation: str = "error",
+        data: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.tokenizer = byte_tokenizer(template)
-        config = load_config([*KEYS, f"data.truncation={truncation}"])
+        own = {"truncation": truncation, **(data or {})}
+        config = load_config([*KEYS, *(f"data.{name}={value}" for name, value in own.items())])
         config = config.model_copy(update={"environment": settings_of(**settings)})
         self.form = TurnFormat(config, environments, self.tokenizer, [STOP])
         self.pool = EnvironmentPool(environments, config.environment)

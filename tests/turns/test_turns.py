@@ -17,6 +17,7 @@ from strop.data.prompts import encode_prompts
 from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
+from strop.rollout.turn_format import TurnFormat
 from strop.trainer.metrics import turn_metrics
 
 from byte_tokenizer import CHATML, STOP, TEXT_ARGUMENTS, byte_tokenizer
@@ -560,6 +561,25 @@ def test_a_text_of_reset_must_fit_and_be_of_the_group():
     assert mentions(error.value, *found)
     with pytest.raises(DataError, match=r"environment\.seed=prompt"):
         Script(environments_of(own=Tells), [["a"]], rows={"start": ["x"]}, seed="sample")
+
+
+def test_a_text_of_reset_has_no_place_in_a_prompt_that_is_rendered_already():
+    environments, data = environments_of(own=Tells), {"apply_chat_template": False}
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(DataError) as error:
+        Script(environments, [["a"]], rows={"prompt": [prompt], "start": ["x"]}, data=data)
+    assert mentions(error.value, "'The board is x.'", "data.apply_chat_template=False", "messages", "reset")
+    script = Script(environments, [["a"]], rows={"prompt": [prompt], "start": [""]}, data=data)
+    assert ended_by(script.play()) == ["environment"]
+
+
+def test_prompts_without_a_text_of_reset_are_not_rendered_again(monkeypatch):
+    rendered, prompt = [], TurnFormat.prompt
+    monkeypatch.setattr(
+        TurnFormat, "prompt", lambda self, row, *rest: rendered.append(row["start"]) or prompt(self, row, *rest)
+    )
+    Script(environments_of(own=Tells), [["a"]] * 3, rows={"start": ["", "x", ""]}).pool.close()
+    assert rendered == ["x"]
 
 
 def test_a_prompt_that_the_template_refuses_for_a_text_of_reset_is_an_error():

@@ -114,16 +114,16 @@ class Episodes:
                     texts[first] = answer["text"]
         for row in range(own.start, own.stop):
             self._episode(batch, row).text = texts.get(row - (row - own.start) % n, "")
-        if any(texts.values()):
-            firsts = range(own.start, own.stop, n)
-            episodes = [(self._episode(batch, first), texts.get(first, "")) for first in firsts]
-            images = [batch.pictures_of(first) for first in firsts]
-            prompts = [
-                self._form.prompt(one.row, one.tools, text, own)
-                for (one, text), own in zip(episodes, images, strict=True)
-            ]
+        told = {first: text for first, text in texts.items() if text}
+        if told:
+            prompts = {
+                first: batch.prompt_ids[first // n].tolist() for first in range(own.start, own.stop, n)
+            }
+            for first, text in told.items():
+                one = self._episode(batch, first)
+                prompts[first] = self._form.prompt(one.row, one.tools, text, batch.pictures_of(first))
             width = batch.prompts.batch["input_ids"].shape[1]
-            batch.replace_prompts(self._form.fitted(prompts, width), self._form.pad_token_id)
+            batch.replace_prompts(self._form.fitted([*prompts.values()], width), self._form.pad_token_id)
         return batch
 
     def complete(

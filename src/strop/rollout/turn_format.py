@@ -159,13 +159,15 @@ class TurnFormat:
 
         ``images``: digests of its pictures.
 
-        Raises ``DataError`` if the samples of a prompt have seeds of their own, or the template refuses it.
+        Raises ``DataError`` if the samples of a prompt have seeds of their own, its text has been rendered
+        already, or the template refuses it.
         """
         if text and self._settings.seed == "sample":
             raise DataError(
                 "reset returned a text for the prompt, which the samples of a prompt share, and "
                 "environment.seed=sample gives each its own: set environment.seed=prompt"
             )
+        require_chat(self._how, self._tokenizer, row[self._prompt_key], text)
         messages, pictures = self.prompt_messages(row, text, images), self._pictures
         shown_pictures = None if pictures is None else [pictures.expansion(images)]
         shown = json.dumps(tools) if tools else None
@@ -191,6 +193,16 @@ class TurnFormat:
                 "data.truncation=left (data.filter_overlong_prompts drops rows before reset is called)"
             )
         return [truncate(np.array(ids), limit, self._truncation).tolist() for ids in prompts]
+
+
+def require_chat(how: PromptFormat, tokenizer: Any, prompt: Any, text: str) -> None:
+    """Raise ``DataError`` for a text of ``reset`` where the prompt is not rendered by the chat template."""
+    if text and not how.is_chat(tokenizer, is_text=isinstance(prompt, str)):
+        raise DataError(
+            f"reset returned the text {text!r:.80} for a prompt that is tokenized as it stands "
+            "(data.apply_chat_template=False), where the user's turn may have ended already: store prompts "
+            "as messages, or return no text from reset"
+        )
 
 
 def _joined(content: str | list[Any], text: str) -> str | list[Any]:

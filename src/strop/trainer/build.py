@@ -39,7 +39,14 @@ from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
 from strop.data.pictures.parts import digests_of
-from strop.data.prompts import AUTO, as_taken, encode_prompts, encode_responses, texts_before_answers
+from strop.data.prompts import (
+    AUTO,
+    PromptFormat,
+    as_taken,
+    encode_prompts,
+    encode_responses,
+    texts_before_answers,
+)
 from strop.data.rl_dataset import RLHFDataset, all_rows, columns_of
 from strop.data.sources import Rows
 from strop.data.template_check import chat_template_of, require_end
@@ -64,7 +71,7 @@ from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
 from strop.rewards.manager import RewardManager
 from strop.rewards.router import UnknownSourceError
-from strop.rollout.turn_format import TurnFormat
+from strop.rollout.turn_format import TurnFormat, require_chat
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import TEACHER, RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
@@ -473,15 +480,20 @@ def _images_of(row: Mapping[str, Any]) -> list[int] | None:
 
 
 def try_reset(trainer: RayPPOTrainer) -> str:
-    """Return the text of ``reset`` for one of the first two rows; see ``EnvironmentPool.try_reset``."""
+    """Return the text of ``reset`` for one of the first two rows; see ``EnvironmentPool.try_reset``.
+
+    Raises ``DataError`` for a text that their prompts cannot have.
+    """
     if trainer.environments is None:
         return ""
     rows = [row_of({**row, "uid": "0"}, _images_of(row)) for row in itertools.islice(_rows(trainer), 2)]
     for row in rows:
         del row["input_ids"]
-    pool = EnvironmentPool(trainer.environments, trainer.config.environment)
+    data, pool = trainer.config.data, EnvironmentPool(trainer.environments, trainer.config.environment)
     with contextlib.closing(pool):
-        return pool.try_reset(rows)
+        text = pool.try_reset(rows)
+    require_chat(PromptFormat.of(data), trainer.tokenizer, rows[0][data.prompt_key], text)
+    return text
 
 
 def two_turns(trainer: RayPPOTrainer) -> tuple[str, list[tuple[bool, str]], str] | None:
