@@ -165,6 +165,7 @@ def test_a_template_without_calls_names_the_parsers():
 
 
 CALL = '<tool_call>{"name": "look_up", "arguments": {"a": %d}}</tool_call>'
+LIST = "<|tool_call_start|>[look_up(a=%d)]<|tool_call_end|>"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,11 @@ CALL = '<tool_call>{"name": "look_up", "arguments": {"a": %d}}</tool_call>'
             [1],
             "",
         ),
+        (PYTHONIC, "", f"<think>maybe {LIST % 0}</think>{LIST % 1}", [1], ""),
+        (PYTHONIC, "<think>", f"maybe {LIST % 0}</think>No tool is needed.", [], "No tool is needed."),
+        (PYTHONIC, "", f"Both: {LIST % 1}\n{LIST % 2}", [1, 2], "Both:"),
+        (PYTHONIC, "<think>", "hm</think>[look_up(a=1), look_up(a=2)]", [1, 2], ""),
+        (PYTHONIC, "", "[1, 2]", [], "[1, 2]"),
     ],
 )
 def test_a_call_in_thinking_is_none_unless_it_ends_the_thinking(parser, prompt_end, said, arguments, content):
@@ -194,6 +200,13 @@ def test_an_argument_without_a_name_is_not_dropped():
     turn = find_parser(PYTHONIC, None, {}, [], pytest.fail)('[look_up("tree", a=1)]', "", TOOLS)
     assert not turn.calls
     assert "arguments are given by name" in turn.malformed
+
+
+@pytest.mark.parametrize("said", ["look_up(a=1)<|tool_call_end|>", "[look_up(a=1)", "[]<|tool_call_end|>"])
+def test_what_stands_between_the_tokens_of_calls_and_is_no_list_of_them_is_malformed(said):
+    turn = find_parser(PYTHONIC, None, {}, [], pytest.fail)(f"<|tool_call_start|>{said}", "", TOOLS)
+    assert not turn.calls
+    assert "the call cannot be read" in turn.malformed
 
 
 def test_a_parser_of_the_user_gives_calls_and_malformed_ones():

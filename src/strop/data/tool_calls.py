@@ -137,6 +137,10 @@ _TAGS = {
 """Name -> beginning and end of an argument, of those whose arguments stand between tags."""
 PYTHONIC = "pythonic"
 """Calls in Python's notation, ``[look_up(word="x")]``, alone or between the tokens of LFM2."""
+_LISTS = _notation(
+    {"open": "<|tool_call_start|>", "close_pattern": r"<\|tool_call_end\|>\s*", "content": "text"}
+)
+"""Response template of the lists between these tokens, as texts."""
 
 Parser = Callable[[str, str, Sequence[Mapping[str, Any]]], Turn]
 """(text of a turn, end of the prompt before it, JSON schemas of the tools) -> the turn."""
@@ -164,7 +168,7 @@ def find_parser(
     if name in NOTATIONS:
         return _reading(NOTATIONS[name], _TAGS.get(name))
     if name == PYTHONIC:
-        return _calling(_pythonic)
+        return _reading(_LISTS)
     if ".py:" in name:
         return _calling(load(name))
     known = ", ".join((*NOTATIONS, PYTHONIC))
@@ -180,7 +184,7 @@ def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[st
     call = Call("look_up", {"word": "w 1é"})
     hello, found = [{"role": "user", "content": "Hi"}], ""
     parsers = {name: _reading(template, _TAGS.get(name)) for name, template in NOTATIONS.items()}
-    parsers[PYTHONIC] = _calling(_pythonic)
+    parsers[PYTHONIC] = _reading(_LISTS)
     for as_text in (False, True):
         # templates raise anything
         with contextlib.suppress(Exception):
@@ -221,7 +225,9 @@ def _reading(template: Mapping[str, Any], tags: tuple[str, str] | None = None) -
         try:
             # without the tools: transformers makes "007" of the types string or integer a 7
             found = parse_response(text, dict(template), prefix=_START + opened)
-            answered = found.get("tool_calls") or []
+            answered, content = found.get("tool_calls") or [], found.get("content", "")
+            if template is _LISTS:
+                answered, content = _pythonic(answered, content)
             if isinstance(answered, dict):  # of a template with one call in a turn
                 answered = [answered]
             elif answered and isinstance(answered[0], list):  # a list for the whole turn
@@ -238,7 +244,7 @@ def _reading(template: Mapping[str, Any], tags: tuple[str, str] | None = None) -
                 )
         except (ValueError, TypeError, RecursionError) as error:
             return Turn(text, malformed=f"the call cannot be read: {_reason(error)}", content=text)
-        return _checked(text, found.get("content", ""), calls, tools)
+        return _checked(text, content, calls, tools)
 
     return parse
 
@@ -341,20 +347,34 @@ def _call_of(call: Any) -> tuple[str, dict[str, Any]]:
     return function["name"], arguments
 
 
-def _pythonic(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls of a text that is a list of Python calls; none of other texts."""
-    marked = re.search(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|$)", text, re.DOTALL)
-    stripped = (marked[1] if marked else text).strip()
-    if not (stripped.startswith("[") and stripped.endswith("]")):
-        return []
+def _pythonic(lists: Sequence[str], content: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the calls of ``lists``, without any of a content that is such a list; and the other content.
+
+    Raises ``ValueError`` for a list without calls.
+    """
+    if not lists:
+        is_list = content.startswith("[") and content.endswith("]")
+        calls = _calls_in(content) if is_list else []
+        return calls, "" if calls else content
+    found = [_calls_in(text) for text in lists]
+    if not all(found):
+        raise ValueError("expected a list of calls, as [name(word='x')]")
+    return [call for calls in found for call in calls], content
+
+
+def _calls_in(text: str) -> list[dict[str, Any]]:
+    """Return the calls in a list of Python's notation; ``ValueError`` for a text that is no such notation."""
     try:
-        tree = ast.parse(stripped, mode="eval").body
+        tree = ast.parse(text, mode="eval").body
         elements = tree.elts if isinstance(tree, ast.List) else []
         calls = [call for call in elements if isinstance(call, ast.Call)]
         if any(call.args for call in calls):
             raise ValueError("arguments are given by name, as in [name(word='x')]")
         return [
-            (ast.unparse(call.func), {str(key.arg): ast.literal_eval(key.value) for key in call.keywords})
+            {
+                "name": ast.unparse(call.func),
+                "arguments": {str(key.arg): ast.literal_eval(key.value) for key in call.keywords},
+            }
             for call in calls
         ]
     # a dict as a key, thousands of brackets
