@@ -362,9 +362,7 @@ def test_a_program_returns_what_a_reward_function_may():
 def _asks_briefly(base_url):
     import urllib.request
 
-    body = (
-        b'{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
-    )
+    body = b'{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
     urllib.request.urlopen(f"{base_url}/chat/completions", body).read()
     return "A"
 

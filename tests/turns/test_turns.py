@@ -576,7 +576,9 @@ def test_a_text_of_reset_has_no_place_in_a_prompt_that_is_rendered_already():
 def test_prompts_without_a_text_of_reset_are_not_rendered_again(monkeypatch):
     rendered, prompt = [], TurnFormat.prompt
     monkeypatch.setattr(
-        TurnFormat, "prompt", lambda self, row, *rest: rendered.append(row["start"]) or prompt(self, row, *rest)
+        TurnFormat,
+        "prompt",
+        lambda self, row, *rest: rendered.append(row["start"]) or prompt(self, row, *rest),
     )
     Script(environments_of(own=Tells), [["a"]] * 3, rows={"start": ["", "x", ""]}).pool.close()
     assert rendered == ["x"]

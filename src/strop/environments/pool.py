@@ -104,7 +104,8 @@ class EnvironmentPool:
     def submit(self, request: Request) -> Future[dict[str, Any]]:
         """Send a request; its answer is that of ``child``, with that of the beginning if there was one.
 
-        ``lost`` in its place is the reason why a turn cost its process, ``failed`` why anything else did.
+        ``lost`` in its place is the reason why a turn cost its process, ``failed`` why anything else did;
+        ``is_late``: it was past its deadline.
         """
         if request.episode not in self._place:
             self._place[request.episode] = self._n_begun % len(self._processes)
@@ -287,12 +288,13 @@ class _Process:
             self._waiting.extendleft(reversed([one for one in requests if one not in suspects]))
             return
         reason = reason if is_late else f"{reason}: {ending}"
+        late = {"is_late": is_late}
         if "turn" in culprit.content and is_begun:
-            culprit.answer.set_result({**(culprit.begun or {}), "lost": reason})
+            culprit.answer.set_result({**(culprit.begun or {}), "lost": reason, **late})
         else:
             again = ", or a turn that was played again" if culprit.past else ""
             method = "reward, or close" if is_begun else f"reset{again}"
-            culprit.answer.set_result({"failed": f"{method}: {reason}"})
+            culprit.answer.set_result({"failed": f"{method}: {reason}", **late})
 
     def _drop(self) -> str:
         child, self._child = self._child, None

@@ -188,13 +188,15 @@ class Episodes:
             if text := (episode := self._episode(batch, row)).text:
                 found["prompt"] = self._form.prompt_messages(episode.row, text, batch.pictures_of(row))
             if is_lost:
-                found["error"] = batch.records[row].error
+                found["error"] = f"{self._environments.name_of(episode.row)}: {batch.records[row].error}"
+            elif answer["rewards"] is not None:
+                found["rewards"] = answer["rewards"]
             texts.append(json.dumps(found, ensure_ascii=False))
         columns: dict[str, Any] = {}
         if self._environments.gives_rewards:
             columns["environment_scores"] = torch.stack(scores)
         records = batch.records[batch.own]
-        for name in ("malformed", "errors", "other_stop"):
+        for name in ("malformed", "errors", "timeouts", "other_stop"):
             columns[f"n_{name}"] = torch.tensor([getattr(one, name) for one in records], dtype=torch.int16)
         own = batch.own
         is_cut = (batch.ended[own] == ENDED_BY.index("length")) & ~batch.stopped[own]
@@ -282,9 +284,9 @@ class Episodes:
             batch.end(row, "turns")
         else:
             came: dict[int, Picture] = {}
-            messages = self._form.messages(episode.bridge, calls, answer, came)
             record.other_stop += batch.ids(row)[-1] != episode.bridge.stop_id
             try:
+                messages = self._form.messages(episode.bridge, calls, answer, came)
                 shown = episode.bridge.shown(messages, calls)
             except ModelError as error:
                 named = self._environments.name_of(episode.row)
@@ -299,6 +301,7 @@ class Episodes:
         Raises ``CheckpointError`` for a turn that is played otherwise after a resume.
         """
         record = batch.records[row]
+        record.timeouts += bool(answer.get("is_late"))
         found = answer.get("failed") or self._difference(batch, row, answer)
         if not found:
             return True
