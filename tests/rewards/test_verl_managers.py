@@ -108,13 +108,20 @@ def test_scores_of_the_reward_model_stand_at_the_last_token(load: Callable[..., 
     assert found.batch["token_level_scores"][1, 2] == -1.0
 
 
-def test_the_manager_in_the_documentation_scores_groups(load: Callable[..., Any], batch: DataProto):
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_the_manager_in_the_documentation_scores_groups(
+    load: Callable[..., Any], batch: DataProto, has_turns: bool
+):
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     [source] = re.findall(r"```python\n(# my_manager\.py.*?)```", page, re.DOTALL)
     batch.non_tensor_batch["uid"] = np.array(["a", "a", "a"], dtype=object)
+    ids, mask = batch.batch["responses"], batch.batch["response_mask"]
+    if has_turns:  # of the last, "3" and "45", with a "4" of another between them
+        ids[2, 2:5] = ids[2, 1:4].clone()
+        mask[2, :5] = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
     found = scored(load(source, "Shortest"), batch)  # "3" and "345" are right
-    expected = torch.zeros_like(batch.batch["response_mask"])
-    expected[0, 1], expected[2, 3] = 1.0, 0.5
+    expected = torch.zeros_like(mask)
+    expected[0, 1], expected[2, 4 if has_turns else 3] = 1.0, 0.5
     assert torch.equal(found.batch["token_level_scores"], expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 import time
 from pathlib import Path
@@ -14,12 +15,14 @@ import pytest
 import torch
 
 from strop.algorithms.advantages import remax
+from strop.columns import ENDED_BY
 from strop.config.load import load_config
 from strop.controller.group import GroupMethod, LocalWorkerGroup
 from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
+from strop.rewards.loading import load_reward_manager
 from strop.rewards.manager import RewardManager
 from strop.rewards.reward_output import RewardOutput, ScoreCheck
 from strop.rollout.hf import decoding
@@ -381,6 +384,62 @@ def test_verls_dict_of_rewards_becomes_scores_and_parts(caplog):
     texts = {name: column.tolist() for name, column in batch.non_tensor_batch.items() if "text" in name}
     assert texts == {"reward_text/pred": ["4", None, "6"], "reward_text/some": [None, None, "n/a"]}
     assert mentions(caplog.text, "'short'")
+
+
+NO_REWARD = load_reward_manager(load_config(["reward_model.reward_manager=none"]), None)
+
+
+def turns_batch(*ended_by: str) -> DataProto:
+    """Return samples of three tokens, the second of an answer; those that end by an error are lost."""
+    is_lost = [reason == "error" for reason in ended_by]
+    mask = torch.tensor([[0.0, 0.0, 0.0] if lost else [1.0, 0.0, 1.0] for lost in is_lost])
+    columns = {"response_mask": mask, "ended_by": torch.tensor([*map(ENDED_BY.index, ended_by)])}
+    error = {"turns": [], "error": "environment.path=Flaky: away"}
+    texts = [json.dumps(error if lost else {"turns": []}) for lost in is_lost]
+    return DataProto.from_dict(columns, {"conversation": texts})
+
+
+@pytest.mark.parametrize(
+    ("function", "scores"),
+    [
+        (NO_REWARD, [0.0, 0.0]),
+        (lambda batch: torch.tensor([1.0, 9.0]), [1.0, 0.0]),
+        (
+            lambda batch, return_dict: {
+                "reward_tensor": torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 9.0]]),
+                "reward_extra_info": {"acc": [0.25, 9.0]},
+            },
+            [3.0, 0.0],
+        ),
+    ],
+    ids=["none", "a score for each", "verl's dict"],
+)
+def test_a_lost_sample_is_an_error_whatever_the_manager_is(function, scores):
+    check = ScoreCheck(error_score=-0.5, max_error_rate=0.5)
+    pending = PendingScores(DataProto(), 1, function, None, check)
+    pending.complete(turns_batch("stop", "error"))
+    batch = pending.get()
+    found, metrics = batch.batch["token_level_scores"], batch.meta_info["reward_metrics"]
+    assert found[0].sum() == scores[0]
+    assert found[1].tolist() == [-0.5, 0.0, 0.0]  # as a validation reads it
+    assert batch.batch["reward_failed"].tolist() == [False, True]
+    assert (metrics["reward/errors"], metrics["reward/error_rate"]) == (1.0, 0.5)
+    assert metrics.get("reward/acc/mean", 0.25) == 0.25
+    pending = PendingScores(DataProto(), 1, function, None)
+    pending.complete(turns_batch("error", "error"))
+    with pytest.raises(RewardError) as error:
+        pending.get()
+    assert mentions(error.value, "max_error_rate=0.1", "the environment lost the sample", "Flaky: away")
+
+
+def test_a_score_between_two_turns_is_an_error():
+    scores = torch.zeros(2, 3)
+    scores[1, 1] = 0.5
+    pending = PendingScores(DataProto(), 1, lambda batch: scores, None)
+    pending.complete(turns_batch("stop", "stop"))
+    with pytest.raises(RewardError) as error:
+        pending.get()
+    assert mentions(error.value, "0.5", "sample 1", "token 1", "response_mask")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,12 @@ from strop.algorithms.advantages import (
 from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows
 from strop.errors import DataError
+from strop.protocol import DataProto
 from strop.rewards.arguments import Played
 from strop.rewards.manager import RewardManager
+from strop.rewards.reward_output import ScoreCheck
+from strop.trainer.metrics import batch_metrics, objective_metrics
+from strop.trainer.scores import attach_scores
 
 from byte_tokenizer import byte_tokenizer
 from scripted import Script, call, environments_of
@@ -95,6 +99,42 @@ def test_an_environment_without_rewards_is_in_no_mean_of_them():
     assert output.metrics["reward/environment/mean"] == 0.75
     assert output.metrics["reward/added/b/environment"] == 0
     assert output.token_level_scores.sum(1).tolist() == [1.75, 0.25, 0.25]
+
+
+class Away(Games):
+    def reset(self, **row):
+        raise ConnectionError("service away")
+
+
+def test_contributions_sum_to_the_mean_score_whatever_lost_samples_count():
+    rows = {"environment": ["looks", "looks", "away"], "data_source": ["a", "b", "b"]}
+    scripts = [[call("look"), "x"], ["x"], ["x"]]
+    result = Script(environments_of(looks=Looks, away=Away), scripts, rows=rows).play()
+    limits = {"error_score": -8.0, "max_error_rate": 1.0}
+    manager = RewardManager(byte_tokenizer(), 0, lambda response: 0.25, by_environment=True, **limits)
+    output = ScoreCheck(**limits)(manager(result), result)
+    manager.close()
+    assert "environment.path=Away: error: ConnectionError: service away" in output.errors[2]
+    assert output.metrics["reward/errors"] == 1
+    assert output.token_level_scores.sum(1).tolist() == [1.75, 0.25, -8]
+    assert (output.metrics["reward/rule/mean"], output.metrics["reward/environment/mean"]) == (0.25, 0.75)
+    added = {name: value for name, value in output.metrics.items() if name.startswith("reward/added/")}
+    assert added == {
+        "reward/added/a/rule": 0.125,
+        "reward/added/a/environment": 0.75,
+        "reward/added/b/rule": 0.125,
+        "reward/added/b/environment": 0.0,
+    }
+    assert output.metrics["reward/score/b/mean"] == 0.25
+    batch = attach_scores(result, output)
+    zeros = torch.zeros_like(output.token_level_scores)
+    names = {"token_level_rewards": output.token_level_scores, "advantages": zeros, "returns": zeros}
+    batch = DataProto({**batch.batch, **names}, {"uid": list("abc")})
+    found = batch_metrics(batch, max_prompt_length=999) | objective_metrics(batch, kl_coef=0.0)
+    for name in ("critic/score", "critic/rewards"):
+        assert [found[f"{name}/{which}"] for which in ("mean", "max", "min")] == [1.0, 1.75, 0.25]
+    assert (found["objective/scores"], found["objective/verifiable_correct_rate"]) == (1.0, 0.0)
+    assert sum(added.values()) == found["critic/score/mean"]
 
 
 def test_inserted_tokens_cost_no_discount_and_carry_no_value_or_reward():

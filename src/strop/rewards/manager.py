@@ -49,6 +49,7 @@ from strop.rewards.reward_output import (
     RewardOutput,
     SamplePrinter,
     at_last_token,
+    counted,
     log_first,
     lost_in,
     model_scores,
@@ -439,7 +440,12 @@ class RewardManager(Reward):
             parts=parts,
             # of one source with one part they would repeat the score
             metrics=score_metrics(
-                outcomes, sources, parts, added, by_source=len(self._known | {*sources}) > 1 or len(added) > 1
+                outcomes,
+                sources,
+                parts,
+                added,
+                counted_B=counted(batch),
+                by_source=len(self._known | {*sources}) > 1 or len(added) > 1,
             ),
             responses=[sample.solution_str for sample in samples],
             errors=errors,

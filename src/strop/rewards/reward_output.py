@@ -51,17 +51,19 @@ class RewardOutput:
     """What a scorer returned next to its numbers, [B] by name: recorded with the samples, in no metric."""
 
 
-def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[RewardOutput, list[str]]:
-    """Return the rewards of a whole batch, and errors [B], "" for samples with finite numbers.
+def read_output(result: Any, batch: DataProto, *, error_score: float) -> tuple[RewardOutput, list[str]]:
+    """Return the rewards of a whole batch, and the errors [B] that are found here, "" for other samples.
 
     ``result`` is a ``RewardOutput``, scores [B] or [B, T], or, from verl's reward managers, a dict with these
     as "reward_tensor" and lists [B] by name as "reward_extra_info". Numbers in such a list are a part
-    of the score, which does not apply where the list has None or text. A sample with an error gets
-    ``error_score`` and no parts.
+    of the score, which does not apply where the list has None or text. A sample that is lost, or whose
+    numbers are not finite, gets ``error_score`` and no parts.
 
-    Raises ``RewardError`` if the result is anything else, or its shape is not that of ``mask_BT``.
+    Raises ``RewardError`` if the result is anything else, its shape is not that of ``response_mask``, or a
+    score is between two turns.
     """
-    errors = [""] * len(mask_BT)
+    mask_BT, lost = batch.batch["response_mask"], lost_errors(batch)
+    errors = list(lost)
     output = result if isinstance(result, RewardOutput) else _plain_output(result, errors)
     scores_BT = output.token_level_scores.float()
     if scores_BT.shape == mask_BT.shape[:1]:
@@ -74,11 +76,17 @@ def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[Re
     _add_errors(errors, ~scores_BT.isfinite().all(dim=1), "NaN or infinity as score")
     for name, values_B in output.parts.items():  # NaN: the part does not apply
         _add_errors(errors, values_B.float().isinf(), f"infinity as {name}")
+    _require_at_turns(scores_BT, mask_BT)
     if not any(errors):
         return dataclasses.replace(output, token_level_scores=scores_BT), errors
     failed_B = torch.tensor([bool(error) for error in errors], device=scores_BT.device)
     filler_BT = at_last_token(torch.full(failed_B.shape, error_score), mask_BT).to(scores_BT.device)
     all_errors = [own or found for own, found in zip(output.errors, errors, strict=True)]
+    # the built-in manager has lost samples among its own errors
+    errors = [
+        "" if own and is_lost else found
+        for own, is_lost, found in zip(output.errors, lost, errors, strict=True)
+    ]
     output = dataclasses.replace(
         output,
         token_level_scores=torch.where(failed_B[:, None], filler_BT, scores_BT),
@@ -86,10 +94,29 @@ def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[Re
             name: values_B.float().masked_fill(failed_B.to(values_B.device), math.nan)
             for name, values_B in output.parts.items()
         },
-        metrics={**output.metrics, **_error_metrics(all_errors)},
+        metrics={**output.metrics, **(_error_metrics(all_errors) if any(errors) else {})},
         errors=all_errors,
     )
     return output, errors
+
+
+def _require_at_turns(scores_BT: Tensor, mask_BT: Tensor) -> None:
+    """Raise ``RewardError`` for a score at a token before the last sampled one that was not sampled itself.
+
+    Training would leave it out, as that of a manager that takes the number of sampled tokens for the place of
+    the last one, which it is in samples of one turn.
+    """
+    is_before_BT = mask_BT.flip(1).cumsum(1).flip(1) > 0
+    is_score_BT = (scores_BT != 0) & scores_BT.isfinite()  # others are errors of their samples
+    stray_BT = is_score_BT.to(mask_BT.device) & (mask_BT == 0) & is_before_BT
+    if stray_BT.any():
+        row, token = stray_BT.nonzero()[0].tolist()
+        raise RewardError(
+            "the reward function of the whole batch (reward_model.reward_manager) put the score "
+            f"{scores_BT[row, token].item():g} of sample {row} at response token {token}, which is between "
+            "two turns: response_mask is 0. Put scores at tokens with response_mask 1, such as the last "
+            "of them, or return one for each sample"
+        )
 
 
 def _plain_output(result: Any, errors: list[str]) -> RewardOutput:
@@ -110,12 +137,15 @@ def _plain_output(result: Any, errors: list[str]) -> RewardOutput:
         else:
             _warn_not_recorded(str(name))
     parts, texts = _numbers_and_texts(columns)
-    metrics = {}
     for name, values_B in parts.items():
         wrong_B = torch.tensor([isinstance(value, float) for value in columns[name]]) & ~values_B.isfinite()
         _add_errors(errors, wrong_B, f"NaN or infinity as {name}")
-        metrics[f"reward/{name}/mean"] = values_B.masked_fill(wrong_B, math.nan).nanmean().item()
-    metrics = {**_error_metrics(errors), **metrics}
+    failed_B = torch.tensor([bool(error) for error in errors])
+    means = {name: values_B.masked_fill(failed_B, math.nan).nanmean() for name, values_B in parts.items()}
+    metrics = {
+        **_error_metrics(errors),
+        **{f"reward/{name}/mean": mean.item() for name, mean in means.items()},
+    }
     return RewardOutput(scores, parts, metrics, responses=[], errors=[""] * len(errors), texts=texts)
 
 
@@ -192,7 +222,7 @@ class ErrorBudget:
 
 
 class ScoreCheck:
-    """Make an error of a sample whose reward is NaN or infinite, for rewards that ``ScoringJob`` did not see.
+    """Make an error of a sample that is lost, or whose reward is NaN or infinite, whatever the manager is.
 
     Such a sample scores ``error_score``. Raises ``RewardError`` above a rate of ``max_error_rate``
     (:class:`ErrorBudget`), and for a result that is no reward.
@@ -203,7 +233,7 @@ class ScoreCheck:
 
     def __call__(self, result: Any, batch: DataProto) -> RewardOutput:
         """Return the rewards in ``result`` (``read_output``), all finite."""
-        output, errors = read_output(result, batch.batch["response_mask"], error_score=self._error_score)
+        output, errors = read_output(result, batch, error_score=self._error_score)
         columns = batch.non_tensor_batch
         nothing = [None] * len(errors)
         extras, sources = columns.get("extra_info", nothing), columns.get("data_source", nothing)
@@ -259,16 +289,30 @@ def program_parts(batch: DataProto) -> tuple[dict[str, Tensor], dict[str, list[s
     return _numbers_and_texts({name: [parts.get(name) for parts in found] for name in names})
 
 
-def with_lost(outcomes: Sequence[Outcome | None], batch: DataProto) -> Sequence[Outcome | None]:
-    """Return the outcomes with an error for each sample that its environment lost."""
-    lost = lost_in(batch).nonzero().flatten().tolist()
-    if not lost:
-        return outcomes
-    changed = list(outcomes)
-    for row in lost:
+def lost_errors(batch: DataProto) -> list[str]:
+    """Return the reason why its environment, or program, lost a sample [B]; "" for others."""
+    errors = [""] * len(batch)
+    who = "program" if "n_branches" in batch.batch else "environment"
+    for row in lost_in(batch).nonzero().flatten().tolist():
         reason = json.loads(batch.non_tensor_batch["conversation"][row]).get("error", "")
-        changed[row] = Outcome("raised", error=f"the environment lost the sample: {reason}")
-    return changed
+        errors[row] = f"the {who} lost the sample: {reason}"
+    return errors
+
+
+def with_lost(outcomes: Sequence[Outcome | None], batch: DataProto) -> list[Outcome | None]:
+    """Return the outcomes with an error for each lost sample."""
+    pairs = zip(outcomes, lost_errors(batch), strict=True)
+    return [Outcome("raised", error=error) if error else outcome for outcome, error in pairs]
+
+
+def counted(batch: DataProto) -> Tensor:
+    """Return True [B] for samples that means are over, on the CPU: of those with turns with a sampled token.
+
+    A lost sample has none, and is in no group and no loss.
+    """
+    if "ended_by" not in batch.batch:
+        return torch.ones(len(batch), dtype=torch.bool)
+    return batch.batch["response_mask"].cpu().bool().any(dim=1)
 
 
 def name_row(samples: Sequence[Sample | None], row: int) -> str:
@@ -357,9 +401,12 @@ def score_metrics(
     parts: Mapping[str, Tensor],
     contributions: Mapping[str, Tensor],
     *,
+    counted_B: Tensor,
     by_source: bool,
 ) -> dict[str, float]:
     """Return the metrics of a batch's scores, by part and with ``by_source`` by data source.
+
+    Means are over the samples in ``counted_B`` (``counted``).
 
     ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions, a model, an
     environment or a program scored;
@@ -386,19 +433,23 @@ def score_metrics(
         "reward/errors": float(errors),
         **({"reward/left_out": float(left_out)} if left_out else {}),
         "reward/timeouts": float(sum(outcome.status == "timeout" for outcome in asked)),
-        **{f"reward/{name}/mean": values.nanmean().item() for name, values in parts.items()},
-        **(_by_source(sources, contributions) if by_source else {}),
+        **{f"reward/{name}/mean": values[counted_B].nanmean().item() for name, values in parts.items()},
+        **(_by_source(sources, contributions, counted_B) if by_source else {}),
     }
 
 
-def _by_source(sources: Sequence[str], contributions: Mapping[str, Tensor]) -> dict[str, float]:
+def _by_source(
+    sources: Sequence[str], contributions: Mapping[str, Tensor], counted_B: Tensor
+) -> dict[str, float]:
     metrics = {}
     for source in sorted(set(sources)):
-        of_source_B = torch.tensor([other == source for other in sources])
+        of_source_B = torch.tensor([other == source for other in sources]) & counted_B
+        if not of_source_B.any():
+            continue
         added = {name: values_B[of_source_B].sum().item() for name, values_B in contributions.items()}
         metrics[f"reward/score/{source}/mean"] = sum(added.values()) / int(of_source_B.sum())
         for name, total in added.items():
-            metrics[f"reward/added/{source}/{name}"] = total / len(sources)
+            metrics[f"reward/added/{source}/{name}"] = total / int(counted_B.sum())
     return metrics
 
 

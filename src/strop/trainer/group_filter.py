@@ -19,6 +19,7 @@ from strop.algorithms.aggregation import masked_sum
 from strop.config.schema.root import FilterGroupsConfig
 from strop.errors import RewardError, TrainingError
 from strop.protocol import DataProto
+from strop.rewards.reward_output import counted
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.scores import Samples, with_equal_columns
 
@@ -148,12 +149,13 @@ class GroupFilter:
         )
         taken, rest = every[:rows], every[rows:]
         parts = {name: values_B for name, values_B in taken.batch.items() if name.startswith("reward/")}
+        member_B = counted(taken)
         taken.meta_info["reward_metrics"] = {
             "reward/errors": float(counts["errors"]),
             "reward/error_rate": counts["errors"] / (counts["groups"] * self.n),
             "reward/timeouts": float(counts["timeouts"]),
             # NaN: the part does not apply to the sample
-            **{f"{name}/mean": values_B.nanmean().item() for name, values_B in parts.items()},
+            **{f"{name}/mean": values_B[member_B].nanmean().item() for name, values_B in parts.items()},
             "filter/batches": float(counts["batches"]),
             "filter/kept_groups": counts["kept"] / counts["groups"],
             "filter/generated_tokens": float(counts["tokens"]),

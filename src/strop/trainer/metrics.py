@@ -156,14 +156,15 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
     """Return statistics of scores, rewards, advantages, returns, values and lengths."""
     columns, mask_BT = batch.batch, batch.batch["response_mask"]
     real_BT = mask_BT.bool()
+    member_B = real_BT.any(1)  # a sample that its environment lost has no tokens, and is in no mean of scores
     scores_B = masked_sum(columns["token_level_scores"], mask_BT, dim=1)
+    rewards_B = masked_sum(columns["token_level_rewards"], mask_BT, dim=1)
     metrics = {
-        **_spread("critic/score", scores_B),
-        **_spread("critic/rewards", masked_sum(columns["token_level_rewards"], mask_BT, dim=1)),
+        **_spread("critic/score", scores_B[member_B]),
+        **_spread("critic/rewards", rewards_B[member_B]),
         **_spread("critic/advantages", columns["advantages"][real_BT]),
         **_spread("critic/returns", columns["returns"][real_BT]),
     }
-    member_B = batch.batch["response_mask"].bool().any(1)
     group = group_statistics(scores_B, batch.non_tensor_batch["uid"], member_B)
     if (several_B := (group.size_B > 1) & member_B).any():
         # each sample counts 1 / size, so each group counts 1
@@ -247,8 +248,12 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
     ``non_score_reward`` is such that scores + non_score_reward = rlhf_reward.
     """
     columns, mask_BT = batch.batch, batch.batch["response_mask"]
-    scores = masked_sum(columns["token_level_scores"], mask_BT, dim=1).mean().item()
-    rewards = masked_sum(columns["token_level_rewards"], mask_BT, dim=1).mean().item()
+    member_B = mask_BT.bool().any(1)
+
+    def mean_sum(name: str) -> float:
+        return masked_mean(masked_sum(columns[name], mask_BT, dim=1), member_B).item()
+
+    scores, rewards = mean_sum("token_level_scores"), mean_sum("token_level_rewards")
     metrics = {
         "objective/scores": scores,
         "objective/rlhf_reward": rewards,
@@ -257,14 +262,14 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
     if "entropys" in columns:
         metrics["objective/entropy"] = masked_mean(columns["entropys"], mask_BT).item()
     if "kl" in columns:
-        metrics["objective/kl"] = masked_sum(columns["kl"], mask_BT, dim=1).mean().item()
+        metrics["objective/kl"] = mean_sum("kl")
         metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
         metrics["critic/kl_coeff"] = kl_coef
     for name in ("entropy", "kl"):
         if (column := f"teacher_{name}") in columns:
             metrics[f"teacher/{name}"] = masked_mean(columns[column], mask_BT).item()
     if "reward/rule" in columns:
-        rule = columns["reward/rule"]
+        rule = columns["reward/rule"][member_B]
         verifiable = rule[~rule.isnan()]  # NaN for samples that no rule scored
         if len(verifiable):
             metrics["objective/verifiable_correct_rate"] = (verifiable >= 1).float().mean().item()
