@@ -96,6 +96,7 @@ n_turns             | B   | int16   | turns  | rollout | samples, metrics | of t
 n_calls             | B   | int16   | calls  | rollout | metrics | of tools | environment
 n_malformed         | B   | int16   | turns  | rollout | metrics | with calls that cannot be run | environment
 n_errors            | B   | int16   | errors | rollout | metrics | of the environment | environment
+n_timeouts          | B   | int16   | turns  | rollout | metrics | of them past a deadline | environment
 n_other_stop        | B   | int16   | turns  | rollout | metrics | not the template's stop token | environment
 n_branches          | B   | int16   | leaves | rollout | metrics | of a session's tree | agent
 n_overlapping       | B   | int16   | 0 or 1 | rollout | metrics | two requests at the same time | agent

@@ -197,6 +197,7 @@ def test_programs_that_break_cost_their_sessions_and_leave_no_process():
     expected = ["error", "error", "error", "stop", "stop", "error", "error", "stop"]
     assert _ended(result) == expected
     assert "agent.timeout=12 s" in _error(result)
+    assert result.batch["n_timeouts"].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert "ValueError: no" in _error(result, 1)
     assert "returned nan: expected a text, or a score" in _error(result, 5)
     assert "returned [1]" in _error(result, 6)

@@ -229,7 +229,8 @@ def test_samples_are_counted_by_the_limit_that_cut_them():
 
 
 def test_tokens_of_a_lost_sample_are_no_answers():
-    counts = dict.fromkeys(("n_turns", "n_calls", "n_malformed", "n_errors", "n_other_stop"), torch.ones(2))
+    names = ("turns", "calls", "malformed", "errors", "timeouts", "other_stop")
+    counts = {f"n_{name}": torch.ones(2) for name in names}
     columns = {
         "response_mask": torch.tensor([[1, 0, 1], [0, 0, 0]]),
         "attention_mask": torch.ones(2, 3, dtype=torch.long),
@@ -469,6 +470,7 @@ def test_a_method_that_costs_its_process_costs_no_other_sample(name):
     assert (first, last) == ("1", "2")
     assert error.startswith("error: ")
     assert result.batch["n_errors"].tolist() == [1, 0, 0, 0]
+    assert result.batch["n_timeouts"].tolist() == [int(name == "hang"), 0, 0, 0]
 
 
 def test_random_numbers_of_a_later_turn_follow_from_the_tokens_before_it():

@@ -155,6 +155,8 @@ class Session:
         self.pictures: dict[int, Picture] = {}
         """Pictures of all requests."""
         self.ended_by, self.error = "", ""
+        self.is_late = False
+        """Its program was past its deadline."""
         self.refused_by = ""
         """The limit for which a request was refused, a word of ``ENDED_BY``."""
         self.is_overlapping = False

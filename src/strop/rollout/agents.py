@@ -251,6 +251,7 @@ class AgentRollout:
             if play.look(now) > self._settings.timeout and play.state == "running":
                 reason = f"the program took more than agent.timeout={self._settings.timeout:g} s by itself"
                 if play.started is None or play.started.stop(reason):
+                    play.session.is_late = True
                     self._end(play, "error", reason)
         running = [play for play in plays if play.state == "running"]
         placed = [(play, play.started.process) for play in running if play.started]

@@ -129,6 +129,7 @@ def _counts(sessions: Sequence[Session], rows: Sequence[Row], share: float) -> d
         "n_calls": [sum(len(one.calls) for one in own) for own in answers],
         "n_malformed": [sum(bool(one.malformed) for one in own) for own in answers],
         "n_errors": [int(one.ended_by == "error") for one in sessions],
+        "n_timeouts": [int(one.is_late) for one in sessions],
         "n_other_stop": [0] * len(sessions),
         "n_branches": [_branches(row) for row in rows],
         "n_overlapping": [int(one.is_overlapping) for one in sessions],

@@ -223,7 +223,7 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
     inserted = (present_BT.sum() - mask_BT.sum()).item()
     counts |= {
         f"turns/{name}": columns[f"n_{name}"].float().sum().item()
-        for name in ("calls", "malformed", "errors", "other_stop")
+        for name in ("calls", "malformed", "errors", "timeouts", "other_stop")
     }
     reasons = {
         f"turns/ended_by/{reason}": (ended_B == code).float().mean().item()
