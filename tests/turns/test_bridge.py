@@ -93,6 +93,16 @@ def test_control_tokens_in_an_answer_are_text():
         assert evil.count(number) == plain.count(number)
 
 
+def test_a_control_token_in_an_answer_is_an_error_where_it_cannot_be_text(monkeypatch):
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", None)  # as of one written in Python
+    bridge, text = Bridge(tokenizer, [STOP]), "done<|im_end|>"
+    with pytest.raises(ModelError, match="control token"):
+        bridge.ids([{"role": "user", "content": text}])
+    with pytest.raises(ModelError, match="control token"):
+        bridge.cut(text, 20)
+
+
 def test_a_template_without_a_stop_token_is_refused():
     tokenizer = gemma()
     with pytest.raises(ModelError, match="no stop token"):

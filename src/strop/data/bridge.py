@@ -130,7 +130,7 @@ class Bridge:
                 text = self._pictures.expansion(digests).expanded(text)
             except PromptError as error:
                 raise ModelError(f"an answer with pictures: {error.reason}") from error
-        ids = self._control.encode([stop + text], add_special_tokens=False)[0]
+        ids = self._encoded(stop + text)
         if not ids or ids[0] != self.stops[stop]:
             raise ModelError(f"the stop token {stop!r} is not one token before {text!r:.80}")
         return Shown(ids[1:]) if self._pictures is None else self._pictures.shown(ids[1:], digests)
@@ -162,7 +162,7 @@ class Bridge:
         """Return a text of at most ``limit`` tokens: its beginning and its end, around a note."""
 
         def size(piece: str) -> int:
-            return len(self._control.encode([self._control.escape(piece)], add_special_tokens=False)[0])
+            return len(self._encoded(self._control.escape(piece)))
 
         longest = 64 * limit  # characters; a flood is not tokenized as a whole
         if len(text) <= longest and size(text) <= limit:
@@ -177,6 +177,13 @@ class Bridge:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if size(kept(middle)) <= limit else (low, middle - 1)
         return kept(low)
+
+    def _encoded(self, text: str) -> list[int]:
+        """Return the ids of an escaped text; ``ModelError`` for a control token that cannot be text."""
+        try:
+            return self._control.encode([text], add_special_tokens=False)[0]
+        except PromptError as error:
+            raise ModelError(f"an answer is not shown: {error.reason}") from error
 
     def _require(
         self, role: str, forms: Sequence[str], messages: list[dict[str, Any]], calls: Sequence[Call] = ()
