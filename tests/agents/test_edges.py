@@ -36,6 +36,7 @@ from strop.trainer.group_filter import differing_groups
 import tiny_model
 from byte_tokenizer import STOP, byte_tokenizer
 from chat_templates import TEMPLATES
+from messages import mentions
 
 
 def test_requests_at_the_same_time_share_the_room_that_is_left():
@@ -503,6 +504,17 @@ def test_a_schema_that_cannot_be_read_is_refused_before_a_call_is(parameters):
         with pytest.raises(Refusal, match=r"the schema of 'f' cannot be read") as refused:
             call(session, said, **body)
         assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("family", ["Gemma, Mistral's first", "Phi-3"])
+def test_tools_that_a_template_cannot_answer_are_refused_with_what_agents_can_do(family):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    session = new_session(TEMPLATES[family].text)
+    with pytest.raises(Refusal) as refused:
+        session.submit(read_request({"messages": HI, "tools": [tool]}))
+    assert refused.value.status == 400
+    assert mentions(refused.value, "shows no answer of the role 'tool'", "data.chat_template")
+    assert "environment." not in str(refused.value)
 
 
 def test_the_figures_of_the_servers_are_those_of_the_engine():

@@ -34,6 +34,10 @@ _HARMONY = re.compile(
 )
 """An answer of gpt-oss: its analysis, and what is said."""
 _BRIDGES = 64
+_WITHOUT_ANSWERS = (
+    "use a chat template that shows answers of tools (in a run data.chat_template), or send no tools, and "
+    "what they answer as messages of the user"
+)
 _BETWEEN = "\ufdd0"
 """Character of no text, in the place of a picture."""
 _SERVED = {
@@ -278,6 +282,7 @@ class ChatFormat:
                     self.how,
                     tools=request.tools,
                     pictures=self.pictures,
+                    remedy=_WITHOUT_ANSWERS,
                 )
             except ModelError as error:
                 raise Refusal(400, str(error)) from error

@@ -64,11 +64,13 @@ class Bridge:
         tools: Sequence[Mapping[str, Any]] = (),
         answer_role: str = "auto",
         pictures: PromptPictures | None = None,
+        remedy: str = _AS_USER,
     ) -> None:
         """Try the template with probes.
 
         ``stop_ids`` end a turn; ``tools`` are JSON schemas; ``answer_role`` is the role of a tool's answer:
         ``tool``, ``user``, or ``auto`` (``tool``). ``pictures``: their texts; None: messages have none.
+        ``remedy``: what to do about a template that shows no answers of tools.
 
         Raises ``ModelError`` if the template is missing, shows no answer, or writes no stop token.
         """
@@ -78,7 +80,7 @@ class Bridge:
                 "answers need: use an instruction-tuned model's tokenizer, or set data.chat_template"
             )
         self._tokenizer, self._control = tokenizer, control_tokens(tokenizer)
-        self._pictures = pictures
+        self._pictures, self._remedy = pictures, remedy
         own: dict[str, Any] = {"tools": list(tools)} if tools else {}
         self._options: dict[str, Any] = {**how.apply_chat_template_kwargs, **own}
         added = tokenizer.added_tokens_decoder
@@ -122,7 +124,9 @@ class Bridge:
         if found is None or problem:
             shown = ", ".join(f"{one['role']} {one['content']!r:.80}" for one in messages)
             taken = " or ".join(role for role in _ROLES if not self._refusal(role))
-            remedy = _AS_USER if calls and not self.answers_as_user else f"one message of {taken} is shown"
+            remedy = f"one message of {taken} is shown"
+            if calls and not self.answers_as_user:
+                remedy = self._remedy
             raise ModelError(f"the chat template does not show {shown} after a turn: {problem}; {remedy}")
         stop, text = found
         if self._pictures is not None and digests:
@@ -196,7 +200,7 @@ class Bridge:
                 return form
             problems.append(problem)
         remedy = (
-            _AS_USER
+            self._remedy
             if role == "tool"
             else "use the model's own end token and chat template, or set data.chat_template"
         )
