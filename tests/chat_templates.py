@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-STOPS = ("<|return|>", "<|call|>")
+STOPS = ("<|return|>", "<|call|>", "<|endoftext|>")
 """Further special tokens of these templates."""
 _LAST_USER = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -139,7 +139,7 @@ TEMPLATES = {
         HARMONY,
         ("writes '<|end|>' in place of '<|return|>' in an earlier turn", _DROPPED),
         one_call=True,
-        stops=("<|return|>", "<|call|>", "<|end|>"),
+        stops=("<|return|>", "<|endoftext|>", "<|call|>"),  # <|end|> stands in earlier turns alone
     ),
     "GLM-4.6": Template(GLM, (_DROPPED,), stops=("<|user|>", "<|observation|>")),
     "DeepSeek-V3.1": Template(

@@ -53,6 +53,15 @@ def test_what_a_template_does_to_earlier_turns_and_to_answers(tokenizer, name):
     assert text.count("17") == 1
 
 
+def test_the_token_in_the_place_of_a_sampled_stop_token_is_not_doubled(tokenizer):
+    bridge = _bridge(tokenizer, TEMPLATES["gpt-oss"])
+    sampled, shown = tokenizer.convert_tokens_to_ids(["<|return|>", "<|end|>"])
+    assert (bridge.stop_id, bridge.end_id) == (sampled, shown)
+    assert "<|end|>" not in bridge.stops
+    text = tokenizer.decode(bridge.ids([{"role": "user", "content": "12"}]))
+    assert text == "<|im_start|>user<|message|>12<|end|><|im_start|>assistant"
+
+
 def f(word: str) -> str:
     """Do.
 

@@ -340,7 +340,7 @@ class ChatFormat:
             shown = bridge.shown(messages, calls)
         except ModelError as error:
             raise Refusal(400, str(error)) from error
-        return shown if is_stopped else joined(Shown([bridge.stop_id]), shown)
+        return shown if is_stopped else joined(Shown([bridge.end_id]), shown)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without its stop token."""

@@ -51,8 +51,9 @@ class Bridge:
     """Render the messages that follow a turn, as token ids.
 
     ``one_call``: the template has room for one tool call in a turn. ``stops``: text of each stop token -> its
-    id; ``stop_id``: of the one that the template writes. ``history``: what it does to earlier turns, in
-    words; nothing if it only appends.
+    id; ``stop_id``: of the one that the template writes after the last turn; ``end_id``: of the token after
+    earlier turns, which is another one for gpt-oss (``<|end|>`` in place of ``<|return|>``). ``history``:
+    what the template does to earlier turns, in words; nothing if it only appends.
     """
 
     def __init__(
@@ -87,14 +88,21 @@ class Bridge:
         texts = {stop: str(added[stop] if stop in added else tokenizer.decode([stop])) for stop in stop_ids}
         # an id beyond the tokenizer has no text, and would be found at any place
         self.stops: dict[str, int] = {text: stop for stop, text in texts.items() if text}
+        self._ends = dict(self.stops)  # of earlier turns
         self.answers_as_user = answer_role == "user"
         self._form = "content"
         self._refusals: dict[str, str] = {}
         probe = {"role": "user", "content": _PROBE}
+        stop, end = "", ""
+        if self._render("content", [probe])[0] is None:
+            stop, end = self._replaced(probe)
+        if end:
+            self._ends[end] = tokenizer.convert_tokens_to_ids(end)
         self._require("user", ("content",), [probe])
         found, _ = self._render("content", [probe])
         assert found is not None
-        self.one_call, self.stop_id = False, self.stops[found[0]]
+        self.one_call, self.end_id = False, self._ends[found[0]]
+        self.stop_id = self.stops[stop] if end else self.end_id
         if tools and not self.answers_as_user:
             name = tools[0]["function"]["name"]
             calls = [Call(name, {}), Call(name, {}, "bcdefghij")]
@@ -135,7 +143,7 @@ class Bridge:
             except PromptError as error:
                 raise ModelError(f"an answer with pictures: {error.reason}") from error
         ids = self._encoded(stop + text)
-        if not ids or ids[0] != self.stops[stop]:
+        if not ids or ids[0] != self._ends[stop]:
             raise ModelError(f"the stop token {stop!r} is not one token before {text!r:.80}")
         return Shown(ids[1:]) if self._pictures is None else self._pictures.shown(ids[1:], digests)
 
@@ -189,6 +197,20 @@ class Bridge:
         except PromptError as error:
             raise ModelError(f"an answer is not shown: {error.reason}") from error
 
+    def _replaced(self, following: Mapping[str, Any]) -> tuple[str, str]:
+        """Return a stop token after the last turn, and the control token in its place once a message follows.
+
+        Both are "" if the template replaces none.
+        """
+        turn = _marked("content", ())
+        with contextlib.suppress(Exception):  # templates raise anything
+            last = self._text([_HELLO, turn], prompt=False).partition(_MARK)[2]
+            earlier = self._text([_HELLO, turn, following]).partition(_MARK)[2]
+            stop = next(filter(last.startswith, self.stops), "")
+            end = next(filter(earlier.startswith, self._control.names), "")
+            return (stop, end) if stop else ("", "")
+        return "", ""
+
     def _require(
         self, role: str, forms: Sequence[str], messages: list[dict[str, Any]], calls: Sequence[Call] = ()
     ) -> str:
@@ -231,12 +253,12 @@ class Bridge:
             return None, f"it renders the assistant's turn {whole.count(_MARK)} times"
         if probe and rest.count(_PROBE) != len(messages):
             return None, "the message is not in the text"
-        places = [(rest.index(stop), -len(stop), stop) for stop in self.stops if stop in rest]
+        places = [(rest.index(stop), -len(stop), stop) for stop in self._ends if stop in rest]
         if not places:
-            return None, f"no stop token ({', '.join(self.stops)}) follows the assistant's text"
+            return None, f"no stop token ({', '.join(self._ends)}) follows the assistant's text"
         place, _, stop = min(places)
         if probe and _PROBE in rest[:place]:
-            return None, f"no stop token ({', '.join(self.stops)}) precedes the message"
+            return None, f"no stop token ({', '.join(self._ends)}) precedes the message"
         return (stop, rest[place + len(stop) :]), ""
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = True) -> str:

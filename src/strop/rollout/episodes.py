@@ -284,7 +284,7 @@ class Episodes:
             batch.end(row, "turns")
         else:
             came: dict[int, Picture] = {}
-            record.other_stop += batch.ids(row)[-1] != episode.bridge.stop_id
+            record.other_stop += batch.ids(row)[-1] != episode.bridge.end_id
             try:
                 messages = self._form.messages(episode.bridge, calls, answer, came)
                 shown = episode.bridge.shown(messages, calls)
