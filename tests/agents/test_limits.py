@@ -201,6 +201,8 @@ def test_programs_that_break_cost_their_sessions_and_leave_no_process():
     assert "ValueError: no" in _error(result, 1)
     assert "returned nan: expected a text, or a score" in _error(result, 5)
     assert "returned [1]" in _error(result, 6)
+    turns = [json.loads(text)["turns"] for text in result.non_tensor_batch["conversation"]]
+    assert [[turn["text"] for turn in own] for own in turns] == [["A"]] * 8  # also of those that are lost
     mask = result.batch["response_mask"].bool().any(1).tolist()
     assert mask == [reason != "error" for reason in expected]
     assert not any("271828" in command for command in processes.commands())

@@ -161,8 +161,6 @@ def _branches(row: Row) -> int:
 
 def _conversation(form: ChatFormat, session: Session, outcome: Outcome) -> str:
     """Return the turns of a session, and what its program returned, as JSON."""
-    if session.ended_by == "error":
-        return json.dumps({"turns": [], "error": session.error}, ensure_ascii=False)
     turns, messages = [], []
     ordered = session.ordered
     for node in ordered:
@@ -172,6 +170,8 @@ def _conversation(form: ChatFormat, session: Session, outcome: Outcome) -> str:
         answers = after.request.messages[len(node.history) :] if after else []
         turns.append({"text": form.plain(node.ids), "calls": calls, "answers": answers})
         messages = [*node.request.messages, node.message()]
+    if session.ended_by == "error":
+        return json.dumps({"turns": turns, "error": session.error}, ensure_ascii=False)
     found: dict[str, Any] = {"turns": turns, "messages": messages}
     if (text := outcome.get("response")) is not None:
         found["response"] = text
