@@ -570,6 +570,18 @@ def test_a_browser_shows_a_session_branch_by_branch_with_shared_tokens_folded(br
         assert browser.errors() == []
 
 
+@pytest.mark.parametrize(("rewards", "shown"), [([0.5, -1], ["0.500", "-1"]), ([2], ["2"]), ([], [])])
+def test_turns_show_their_rewards(server, browser, rewards, shown):
+    browser.open(f"{url_of(server)}#samples")
+    browser.until("document.querySelectorAll('.list li').length === 16")
+    turns = [{"text": text, "calls": [], "answers": []} for text in "ab"]
+    sample = {"conversation": json.dumps({"turns": turns, **({"rewards": rewards} if rewards else {})})}
+    script = "return [...turnsOf(arguments[0]).querySelectorAll('li')].map((turn) => turn.textContent)"
+    found = browser.run(script, sample)
+    expected = [f"{text} reward {reward}" for text, reward in zip("ab"[2 - len(shown) :], shown, strict=True)]
+    assert found == ["a", "b"][: 2 - len(shown)] + expected
+
+
 def test_a_filter_by_a_source_that_a_step_does_not_have_ends(server, browser):
     browser.open(f"{url_of(server)}#samples")
     browser.until("document.querySelectorAll('.list li').length === 16")

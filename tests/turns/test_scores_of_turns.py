@@ -51,6 +51,8 @@ def test_the_reward_of_a_turn_is_on_its_last_sampled_token():
     lasts = [int((turns[0] == turn).nonzero().max()) for turn in range(3)]
     assert scores[0].nonzero()[:, 0].tolist() == [lasts[0], lasts[2]]
     assert scores[0, lasts].tolist() == [0.5, 0, 1]
+    found = [json.loads(text)["rewards"] for text in result.non_tensor_batch["conversation"]]
+    assert found == [[0.5, 0, 1], [0]]
     assert int(turns[1].max()) == 0
     holes = torch.tensor([[1, 1, 0, 0, 1, 0, 1]])
     assert turns_of(holes).tolist() == [[0, 0, -1, -1, 1, -1, 2]]

@@ -173,9 +173,9 @@ class Episodes:
     def columns(self, batch: InFlight) -> DataProto:
         """Close the episodes of this rank's samples; return what is known of them, as columns.
 
-        conversation [R] (object): JSON of turns, each {text, calls, answers}, and of the prompt's messages
-        where ``reset`` has added a text to it; environment_scores [R, T] float32, where environments give
-        rewards.
+        conversation [R] (object): JSON of turns, each {text, calls, answers}, of the prompt's messages where
+        ``reset`` has added a text to it, and of the rewards of the turns or the whole, or the error of a lost
+        sample; environment_scores [R, T] float32, where environments give rewards.
         """
         rows = range(batch.own.start, batch.own.stop)
         asked = [(row, *self._close(batch, row)) for row in rows]

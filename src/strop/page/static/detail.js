@@ -77,13 +77,15 @@ function card(sample, scale, place, linked) {
       ? el("details", {}, el("summary", {}, "As text"), el("pre", {}, visible(sample.response_with_special_tokens || sample.response))) : "");
 }
 
-/** Return the turns of a sample as blocks: what the policy wrote, its calls, and what answered it. */
+/** Return the turns of a sample as blocks: what the policy wrote, its calls, its reward, and what answered it. */
 function turnsOf(sample) {
   if (!sample.conversation) return "";
-  const { turns, error } = JSON.parse(sample.conversation);
+  const { turns, error, rewards = [] } = JSON.parse(sample.conversation);
+  const first = turns.length - rewards.length;  // a single reward is the last turn's
   const values = (call) => Object.entries(call.arguments).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ");
-  return el("ol", { class: "turns" }, turns.map((turn) => el("li", {}, el("pre", {}, visible(turn.text)),
+  return el("ol", { class: "turns" }, turns.map((turn, i) => el("li", {}, el("pre", {}, visible(turn.text)),
     turn.calls.map((call) => el("code", {}, visible(`${call.name}(${values(call)})`))),
+    rewards.length && i >= first ? el("small", {}, ` reward ${short(rewards[i - first])}`) : "",
     turn.answers.map((answer) => el("pre", { class: "answer" }, el("small", {}, `${answer.role} `), visible(typeof answer.content === "string" ? answer.content : answer.content.map((part) => part.text ?? "[picture]").join("")))))),
     error ? el("li", {}, el("em", {}, visible(error))) : "");
 }
