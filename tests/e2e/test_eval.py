@@ -101,6 +101,12 @@ def test_the_majority_counts_answers_as_the_scorer_reads_them():
     told |= {"response": ["3", "77", "73", "7", "3", "37", "77", "7"], "score": [0.0, 1.0, 1.0, 1.0] * 2}
     report = make_report(pa.table(columns | told), n=4, extractor_of=answer_extractor, seed=0)
     assert report.sources["strop/arithmetic"].scores["maj@4"].value == 1.0
+    # nor has a lost sample a vote
+    lost = [{"turns": [{"text": "3"}], "error": "away"}] * 3
+    played = [{"turns": [{"text": "7"}]}, *lost] * 2
+    told |= {"conversation": [*map(json.dumps, played)], "score": [1.0, -1.0, -1.0, -1.0] * 2}
+    report = make_report(pa.table(columns | told), n=4, extractor_of=answer_extractor, seed=0)
+    assert report.sources["strop/arithmetic"].scores["maj@4"].value == 1.0
 
 
 def test_greedy_answers_are_those_of_transformers(inputs, tmp_path):

@@ -137,15 +137,16 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
 
 
 def _scored_texts(samples: pa.Table) -> list[str]:
-    """Return the texts that scorers read: of samples with turns without the answers between these."""
+    """Return the texts that scorers read: of samples with turns without the answers between these.
+
+    A lost sample has none, and so no vote.
+    """
     if "conversation" not in samples.column_names:
         return samples["response"].to_pylist()
     played = map(json.loads, samples["conversation"].to_pylist())
+    texts = [(one, "\n".join(turn["text"] for turn in one["turns"])) for one in played]
     # a program may return another text than that of its turns
-    return [
-        "\n".join(turn["text"] for turn in one["turns"]) if (text := one.get("response")) is None else text
-        for one in played
-    ]
+    return ["" if "error" in one else one.get("response", text) for one, text in texts]
 
 
 def _mean(samples: pa.Table, column: str) -> float:
