@@ -155,7 +155,7 @@ def internvl(wide: bool) -> tuple[Any, ...]:
         "got_ocr2",
         "GotOcr2ImageProcessorPil",
         size={"height": SIDE, "width": SIDE},
-        crop_to_patches=True,
+        crop_to_patches=False,  # as published; InternVLProcessor's own default is True, and holds
         min_patches=1,
         max_patches=4,
     )

@@ -25,6 +25,7 @@ OF_OTHERS = {
     "_strop_number",  # strop's own, on a class of its own
     "_validate",  # strop's own, as verl names it for subclasses
     *("_disable_adapters", "_data_files", "_custom_ops", "_get_model_param_range_map"),  # one use
+    "_defaults",  # documented by transformers' ProcessingKwargs
 }
 """Private names in other files than ``FILES``."""
 

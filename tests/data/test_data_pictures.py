@@ -27,7 +27,7 @@ from strop.config.load import load_config
 from strop.data.answers import AnsweredDataset, pair_batch
 from strop.data.build import build_loaders
 from strop.data.loader import EpochSampler, collate
-from strop.data.pictures.expand import load_processor
+from strop.data.pictures.expand import load_image_processor, load_processor
 from strop.data.rl_dataset import RLHFDataset, max_pictures, pictures_digest
 from strop.data.sources import Rows, fingerprint
 from strop.errors import CheckpointError, DataError, ModelError
@@ -138,6 +138,24 @@ def test_ids_are_those_of_the_processors_own_call(kind, folder_of, tokenizer_of)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_ids_of_many_sizes_are_those_of_the_processors_own_call(kind, folder_of, tokenizer_of):
     check_ids(folder_of(kind), tokenizer_of(kind), n_rows=134, largest=600)  # 200 pictures
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_pixels_are_those_of_the_processors_own_call(kind, folder_of, tokenizer_of):
+    folder, image = folder_of(kind), picture(112, 56)
+    images, processor = load_image_processor(folder), load_processor(folder, tokenizer_of(kind))
+    expected = processor(images=[[image]], text=[processor.image_token], return_tensors="pt")["pixel_values"]
+    assert torch.equal(images([[image]], return_tensors="pt")["pixel_values"], expected)
+
+
+def test_defaults_of_the_whole_processor_hold_for_pixels_and_tokens(folder_of, tokenizer):
+    folder = folder_of("internvl")
+    own = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    assert own["crop_to_patches"] is False  # InternVLProcessor passes True
+    made = load_image_processor(folder)([[picture(112, 56)]], return_tensors="pt")["pixel_values"]
+    assert made.shape == (3, 3, 56, 56)  # two tiles, and the whole
+    found = dataset([{"prompt": "red", "images": [picture(112, 56)]}], load_tokenizer(folder))
+    assert found.pictures.tokens_of_rows().tolist() == [3 * 4]
 
 
 @pytest.mark.parametrize("with_picture", [False, True])

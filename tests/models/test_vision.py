@@ -16,9 +16,9 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor
 
 from strop import pictures
+from strop.data.pictures.expand import load_image_processor
 from strop.engines.micro_batches import MicroBatching, columns_of
 from strop.errors import ModelError
 from strop.models import vision
@@ -89,7 +89,7 @@ def loud(model: torch.nn.Module) -> Any:
 
 
 def reader_for(model: Any, folder: Path) -> PictureReader:
-    return PictureReader(model, AutoImageProcessor.from_pretrained(folder))
+    return PictureReader(model, load_image_processor(folder))
 
 
 def own_pixels(reader: PictureReader, digests: list[int]) -> dict[str, Tensor]:

@@ -212,13 +212,19 @@ def _size(values: Any) -> int:
 def load_image_processor(
     path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Any:
-    """Return the part of a model's processor that makes pixels; see ``load_processor``."""
+    """Return the part of a model's processor that makes pixels; see ``load_processor``.
+
+    It makes those of a call of the whole processor, whose defaults replace the values of its own file
+    (``crop_to_patches=True`` of InternVL).
+    """
     from transformers import AutoImageProcessor
 
     bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     bounds = {name: value for name, value in bounds.items() if value is not None}
     with raised_as(ModelError, f"{path}: no processor of pictures can be loaded"):
-        images = AutoImageProcessor.from_pretrained(path, **bounds)
+        kind = _processor_class(path)
+        defaults = {} if kind is None else kind.valid_processor_kwargs._defaults.get("images_kwargs", {})
+        images = AutoImageProcessor.from_pretrained(path, **{**bounds, **defaults})
     if lacking := bounds.keys() - images.valid_kwargs.__annotations__.keys():
         raise DataError(
             f"data.{min(lacking)}: {type(images).__name__} of {path} has no bound of pixels, it resizes to "
@@ -241,11 +247,10 @@ def load_processor(
     bounds to which pictures are resized. Raises :class:`ModelError` for a folder that lacks the files of a
     processor, and :class:`DataError` for bounds that the family does not have.
     """
-    from transformers import AutoConfig, ProcessorMixin
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import ProcessorMixin
 
     with raised_as(ModelError, f"{path}: no processor of pictures can be loaded"):
-        kind: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path)), None)
+        kind: Any = _processor_class(path)
         parts = kind.get_attributes() if kind is not None else ()
         if "image_processor" not in parts:
             return None
@@ -261,3 +266,12 @@ def load_processor(
     taken = ("processor_class", "auto_map", "chat_template", *parts)
     options = {name: value for name, value in settings.items() if name not in taken}
     return type(kind.__name__, (kind,), own)(**given, **options)
+
+
+def _processor_class(path: str | Path) -> Any | None:
+    """Return the class of a model's processor, if its family has one."""
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    config = AutoConfig.from_pretrained(path)
+    return PROCESSOR_MAPPING.get(type(config), None)
