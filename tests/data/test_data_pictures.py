@@ -19,14 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from strop import pictures
 from strop.config.load import load_config
+from strop.config.names import SEEN_BOTH_WAYS
 from strop.data.answers import AnsweredDataset, pair_batch
 from strop.data.build import build_loaders
 from strop.data.loader import EpochSampler, collate
+from strop.data.pictures import expand
 from strop.data.pictures.expand import load_image_processor, load_processor
 from strop.data.rl_dataset import RLHFDataset, max_pictures, pictures_digest
 from strop.data.sources import Rows, fingerprint
@@ -156,6 +160,60 @@ def test_defaults_of_the_whole_processor_hold_for_pixels_and_tokens(folder_of, t
     assert made.shape == (3, 3, 56, 56)  # two tiles, and the whole
     found = dataset([{"prompt": "red", "images": [picture(112, 56)]}], load_tokenizer(folder))
     assert found.pictures.tokens_of_rows().tolist() == [3 * 4]
+
+
+@pytest.mark.parametrize("family", ["paligemma", "gemma4", "gemma4_unified"])
+def test_families_seen_both_ways_whose_passes_are_causal_are_refused(family, tmp_path):
+    """transformers raises nothing without the types of tokens, and computes a causal pass."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ModelError, match=naming(f"pictures of {family}", "attend to each other", "gemma3")):
+        load_image_processor(tmp_path)
+
+
+def test_all_families_that_transformers_sees_both_ways_are_known():
+    """Their module passes groups of tokens to the mask; that of DeepSeek-OCR 2 in its encoder alone."""
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    groups = {path.parent.name for path in files if "block_sequence_ids" in path.read_text()}
+    found = (groups & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()) - {"deepseek_ocr2"}
+    assert found | {"shieldgemma2"} == SEEN_BOTH_WAYS.keys()  # this one has the class of Gemma 3
+    assert [family for family, is_marked in SEEN_BOTH_WAYS.items() if is_marked] == ["gemma3"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "settings", "shapes"),
+    [
+        (
+            "llava_next",
+            "LlavaNextImageProcessorPil",
+            {
+                "size": {"shortest_edge": 56},
+                "crop_size": {"height": 56, "width": 56},
+                "image_grid_pinpoints": [[56, 112], [112, 56]],
+            },
+            "[(1, 3, 3, 56, 56), (1, 3, 3, 56, 56)]",  # larger pictures may have more tiles
+        ),
+        (  # of Mistral 3
+            "pixtral",
+            "PixtralImageProcessorPil",
+            {"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
+            "[(1, 3, 56, 56), (1, 3, 84, 112)]",
+        ),
+    ],
+)
+def test_families_that_pad_pictures_to_each_other_are_refused(
+    module, name, settings, shapes, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(expand, "_processor_class", lambda _: None)  # Mistral 3's needs torchvision
+    picture_models.image_processor(module, name, **settings).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=naming(name, shapes, "joined with padding")):
+        load_image_processor(tmp_path)
+
+
+def test_a_processor_that_needs_a_part_for_sound_is_refused(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
+    picture_models.image_processor("siglip", "SiglipImageProcessorPil").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=naming("Gemma3nProcessor", "feature_extractor", "not supported")):
+        load_processor(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize("with_picture", [False, True])

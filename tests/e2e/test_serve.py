@@ -30,7 +30,7 @@ from strop.data.pictures.expand import load_processor
 from strop.errors import ConfigError
 from strop.listening import Address
 from strop.rollout.base import Samples
-from strop.trainer.serve import _Handler, serving
+from strop.trainer.serve import _Handler, _texts_of, serving
 
 import picture_models
 import tiny_model
@@ -318,6 +318,14 @@ def test_greedy_answers_to_pictures_are_those_of_transformers(seeing):
 def test_a_model_of_text_refuses_pictures(client):
     with pytest.raises(openai.BadRequestError, match="expected text"):
         client.chat.completions.create(model="m", messages=[parts_of("what is ", picture(0), "?")])
+
+
+def test_a_model_whose_pictures_cannot_be_read_is_one_of_text(model, tmp_path, caplog):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n"}))
+    picture_models.image_processor("siglip", "SiglipImageProcessorPil").save_pretrained(tmp_path)
+    assert _texts_of(settings(model, "--rollout", "hf"), byte_tokenizer(), tmp_path) is None
+    assert "messages with pictures are refused: " in caplog.text
+    assert "Gemma3nProcessor cannot be built" in caplog.text
 
 
 class Scripted:

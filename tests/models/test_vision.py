@@ -537,6 +537,27 @@ def test_the_check_of_decoding_refuses_other_pictures_and_positions(folders, mon
         HFRollout(model, pad_token_id=0, eos_token_ids=[2], reader=reader_for(model, folder))
 
 
+def test_a_family_whose_own_pass_fails_is_refused_by_name(folders, monkeypatch):
+    module = of_family(folders, "smolvlm", packed=False)
+    monkeypatch.setattr(PictureReader, "own", lambda *_: torch.zeros(2)[5])
+    with pytest.raises(ModelError, match=r"the actor: SmolVLM.* fails in a trial pass .*IndexError"):
+        checked(module)
+
+
+def test_pixels_that_cannot_be_joined_are_refused_by_name(folders, held, monkeypatch):
+    reader = reader_for(load_causal_lm(folders("llava")), folders("llava"))
+
+    def of_its_size(_: Any, picture: Any) -> dict[str, Tensor]:
+        return {"pixel_values": torch.zeros(1, 3, picture.height, picture.width)}
+
+    monkeypatch.setattr(vision, "_recent", type(vision._recent)())
+    monkeypatch.setattr(PictureReader, "_process", of_its_size)
+    joined = reader._pixels([held["a"], held["b"]], torch.device("cpu"))["pixel_values"]
+    assert joined.shape == (2, 3, 56, 56)
+    with pytest.raises(ModelError, match=r"LlavaForConditionalGeneration: pixels .* cannot be joined"):
+        reader._pixels([held["a"], held["c"]], torch.device("cpu"))
+
+
 def test_a_family_that_fails_packed_is_padded(folders, monkeypatch):
     folder = folders("gemma3")
     module = PolicyModel(loud(load_causal_lm(folder)), packed="auto")

@@ -32,6 +32,20 @@ OPTIONAL_PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 PIXELS_REMEMBERED = 1 << 28
 """Bytes of processed pictures that a process keeps, which a forecast of memory counts."""
 
+SEEN_BOTH_WAYS = {
+    "diffusion_gemma": False,
+    "gemma3": True,
+    "gemma4": False,
+    "gemma4_unified": False,
+    "git": False,
+    "paligemma": False,
+    "pi0": False,
+    "shieldgemma2": False,
+}
+"""Family with models in which tokens of a picture attend to each other -> True if passes mark these tokens.
+
+A forward pass without the marks is causal, and raises nothing."""
+
 NO_REWARD = "none"
 REWARD_MANAGERS = ("naive", "prime", NO_REWARD)
 """One class with one process or several, or no score in training: ``strop.rewards.loading``."""

@@ -23,7 +23,7 @@ from strop import ranks
 from strop.errors import ModelError
 from strop.models.attention import attention_set_to
 from strop.models.base import RoleModel
-from strop.models.heads import require_numbers
+from strop.models.heads import model_errors, require_numbers
 from strop.models.packing import PackingError
 from strop.models.transformers_private import attention_is_replaceable, attention_name
 from strop.models.vision import PictureReader
@@ -56,7 +56,7 @@ def require_eager_figures(
     remedy: str,
     sharded: bool = False,
 ) -> None:
-    """Raise ``ModelError`` if passes differ from the family's eager forward pass by more than the tolerance.
+    """Raise ``ModelError`` if passes fail, or differ from the family's eager one by more than the tolerance.
 
     Compared are rows of text and, if the module reads pictures, rows with some, which must matter to it; in
     eval mode and, with ``updates``, in training mode with gradients, padded or packed and with checkpointing
@@ -79,12 +79,12 @@ def require_eager_figures(
         remedy=remedy,
         sharded=sharded,
     )
-    batch = few_rows(model.config.get_text_config().vocab_size, model.device)
-    compare(batch, kind="rows")
-    if isinstance(module.reader, PictureReader):
-        batch = module.reader.trial_rows()
-        expected = chosen_figures(compare(batch, kind="rows with pictures"), batch)
-        _require_sight(module.reader, expected.view(len(batch["images"]), -1), name)
+    with model_errors(model, f"{name}: "):
+        compare(few_rows(model.config.get_text_config().vocab_size, model.device), kind="rows")
+        if isinstance(module.reader, PictureReader):
+            batch = module.reader.trial_rows()
+            expected = chosen_figures(compare(batch, kind="rows with pictures"), batch)
+            _require_sight(module.reader, expected.view(len(batch["images"]), -1), name)
 
 
 def try_kept_results(module: RoleModel) -> None:

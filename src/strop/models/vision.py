@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from strop import pictures, ranks
-from strop.config.names import PIXELS_REMEMBERED
-from strop.errors import ModelError
+from strop.config.names import PIXELS_REMEMBERED, SEEN_BOTH_WAYS
+from strop.errors import ModelError, raised_as
 from strop.models.heads import part_of
 from strop.models.inputs import Features, PassInputs, Reader
 from strop.models.passes.micro_batch import on_cpu, send
@@ -125,7 +125,7 @@ class PictureReader(Reader):
         self._counts_places = hasattr(model.base_model, "get_rope_index")
         self._takes_features = "mm_encoder_outputs" in inspect.signature(model.base_model.forward).parameters
         # Gemma 3: the tokens of a picture attend to each other, and the masks follow from their types
-        self._sees_both_ways = config.model_type.startswith("gemma3")
+        self._sees_both_ways = SEEN_BOTH_WAYS.get(config.model_type, False)
 
     @property
     def is_fresh(self) -> bool:
@@ -327,7 +327,8 @@ class PictureReader(Reader):
         """Return the family's arguments for pictures in the order of their tokens."""
         parts = [self._processed(digest) for digest in digests]
         axis = _axis(parts[0])
-        columns = {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}
+        with raised_as(ModelError, f"{type(self.model).__name__}: pixels of pictures cannot be joined"):
+            columns = {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}
         return {name: send(column, device) for name, column in columns.items()}
 
     def _processed(self, digest: int) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role, name_of
 from strop.data.fetch import local_path
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
-from strop.data.pictures.expand import load_image_processor
+from strop.data.pictures.expand import load_image_processor, uses_pillow
 from strop.engines.base import (
     Engine,
     EngineSpec,
@@ -58,9 +58,6 @@ from strop.protocol import DataProto
 from strop.workers.memory import PEAKS, keep_freed_memory, prefer_expandable_segments
 
 logger = logging.getLogger(__name__)
-
-_OF_PILLOW = "Pil"
-"""End of the names of transformers' image processors that use Pillow; the others use torchvision."""
 
 
 class Worker(Generic[Root]):
@@ -115,7 +112,7 @@ class Worker(Generic[Root]):
         data: Any = self.config.data
         found = load_image_processor(folder, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
         name, expected = type(found).__name__, self.image_processor
-        if expected is not None and name.endswith(_OF_PILLOW) != expected.endswith(_OF_PILLOW):
+        if expected is not None and uses_pillow(name) != uses_pillow(expected):
             raise ModelError(
                 f"pictures: {name} makes the pixels on {platform.node()} and {expected} in the driver's "
                 "process, and they differ; install torchvision in both environments, or in neither"

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strop import pictures
+from strop.config.names import SEEN_BOTH_WAYS
 from strop.data.fetch import progress_bar
 from strop.data.pictures.parts import Expansion, Shown
 from strop.errors import DataError, ModelError, raised_as
 
 if TYPE_CHECKING:
     from strop.config.memory.shapes import PictureBytes
+
+_TRIAL_SIZES = ((56, 56), (112, 84))
+"""Width and height of blank pictures that try an image processor, in pixels."""
 
 
 class PromptPictures:
@@ -215,7 +219,8 @@ def load_image_processor(
     """Return the part of a model's processor that makes pixels; see ``load_processor``.
 
     It makes those of a call of the whole processor, whose defaults replace the values of its own file
-    (``crop_to_patches=True`` of InternVL).
+    (``crop_to_patches=True`` of InternVL). Raises :class:`ModelError` for a family whose pictures would be
+    seen one way only, or are padded to each other.
     """
     from transformers import AutoImageProcessor
 
@@ -235,7 +240,37 @@ def load_image_processor(
     if max_pixels is not None and max_pixels < max(least, min_pixels or 0):
         limit = f"data.min_pixels={min_pixels}" if (min_pixels or 0) > least else f"the {least} of one token"
         raise DataError(f"data.max_pixels={max_pixels} is less than {limit} of {type(images).__name__}")
+    with raised_as(ModelError, f"{path}: {type(images).__name__} cannot process a blank picture"):
+        _require_joinable(images, path)
     return images
+
+
+def _require_joinable(images: Any, path: str | Path) -> None:
+    """Raise :class:`ModelError` if the pixels of several pictures can only be joined with padding.
+
+    Those of Mistral 3 have another size each, those of LLaVA-NeXT are [1, tiles, 3, h, w], with as many tiles
+    for all small pictures. Idefics 3 has [1, crops, 3, h, w], with a mask, of all pictures of a row.
+    """
+    from PIL import Image
+
+    kind = "np" if uses_pillow(type(images).__name__) else "pt"  # this process may leave out torch
+    made = [images([[Image.new("RGB", size)]], return_tensors=kind) for size in _TRIAL_SIZES]
+    shapes = [tuple(one["pixel_values"].shape) for one in made]
+    axis = int(len(shapes[0]) == 5 and "pixel_attention_mask" in made[0])
+    others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
+    if len(others) > 1 or (len(shapes[0]) == 5 and not axis):
+        raise ModelError(
+            f"{path}: pictures of this family are not supported: {type(images).__name__} makes pixels of the "
+            f"shapes {shapes} for two pictures, and those of several can only be joined with padding"
+        )
+
+
+def uses_pillow(image_processor: str) -> bool:
+    """Return True for the name of a class of transformers that uses Pillow; the others use torchvision.
+
+    The two make other pixels of a picture.
+    """
+    return image_processor.endswith("Pil")
 
 
 def load_processor(
@@ -245,7 +280,8 @@ def load_processor(
 
     That part needs torchvision (and num2words for SmolVLM). ``min_pixels`` and ``max_pixels`` replace the
     bounds to which pictures are resized. Raises :class:`ModelError` for a folder that lacks the files of a
-    processor, and :class:`DataError` for bounds that the family does not have.
+    processor and for one that needs further parts (for sound), and :class:`DataError` for bounds that the
+    family does not have.
     """
     from transformers import ProcessorMixin
 
@@ -265,13 +301,24 @@ def load_processor(
         given["video_processor"] = None
     taken = ("processor_class", "auto_map", "chat_template", *parts)
     options = {name: value for name, value in settings.items() if name not in taken}
-    return type(kind.__name__, (kind,), own)(**given, **options)
+    what = f"{path}: {kind.__name__} cannot be built from a tokenizer and an image processor"
+    with raised_as(ModelError, what, remedy="pictures of this family are not supported"):
+        return type(kind.__name__, (kind,), own)(**given, **options)
 
 
 def _processor_class(path: str | Path) -> Any | None:
-    """Return the class of a model's processor, if its family has one."""
+    """Return the class of a model's processor, if its family has one.
+
+    Raises :class:`ModelError` for a family whose pictures would be seen one way only.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     config = AutoConfig.from_pretrained(path)
+    if not SEEN_BOTH_WAYS.get(config.model_type, True):
+        able = ", ".join(name for name, is_able in SEEN_BOTH_WAYS.items() if is_able)
+        raise ModelError(
+            f"{path}: pictures of {config.model_type} are not supported: their tokens may attend to each "
+            f"other, which passes compute for {able} alone; use another model, or rows without pictures"
+        )
     return PROCESSOR_MAPPING.get(type(config), None)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from transformers import PreTrainedConfig
 
 from strop.config.memory.facts import facts_of_loaded
+from strop.config.names import SEEN_BOTH_WAYS
 from strop.models.heads import reads_pictures
 from strop.models.loader import dtype_named
 from strop.rollout.base import MANY, RolloutSpec
@@ -17,7 +18,6 @@ from strop.rollout.in_flight import InFlight, continued_seed
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
     KIND,
-    SEEN_BOTH_WAYS,
     cache_of_rank,
     causal_over_pictures,
     enforce_eager,

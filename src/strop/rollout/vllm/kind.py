@@ -10,6 +10,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.machine import memory_for
 from strop.config.memory.facts import ModelFacts, read_config_file, read_model_facts
 from strop.config.memory.shapes import ACTIVATION_BYTES, cache_bytes, gib, listed, weights
+from strop.config.names import SEEN_BOTH_WAYS
 from strop.config.paths import is_gguf
 from strop.config.placement import Placement, is_gpu, is_small, is_written, runs_on_ray, uses_gpu
 from strop.config.roles import Schedule
@@ -24,8 +25,6 @@ _SMALL_ON_A_CPU = 2 * 2**30
 the tokens/s of hf with 5 to 135 million parameters (benchmarks/results/rollout_vllm_2026-11-24.md)."""
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
-SEEN_BOTH_WAYS = ("gemma3", "paligemma")
-"""Families whose tokens of a picture attend to each other."""
 _HIGHEST_TEMPERATURE = 2.0
 _GPU = 80 * 2**30
 _BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
