@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import picture_rows
 import pytest
@@ -29,10 +30,12 @@ from strop.cli.without_torch import needs_torch
 from strop.config.checks.pictures import require_pictures
 from strop.config.load import load_config
 from strop.data.control_tokens import ControlTokens
-from strop.errors import ConfigError, DataError, ModelError, StropError
+from strop.data.loader import EpochSampler
+from strop.errors import CheckpointError, ConfigError, DataError, ModelError, StropError
 from strop.models.vision import PictureReader
 from strop.results import Evaluation
 from strop.trainer.build import build_trainer
+from strop.trainer.loop import Run
 from strop.trainer.ray_trainer import RayPPOTrainer
 
 import picture_models
@@ -249,6 +252,28 @@ def test_a_process_with_another_back_end_of_image_processing_is_refused(inputs, 
     trainer.image_processor = trainer.image_processor.removesuffix(own) + other
     with pytest.raises(ModelError, match=rf"SmolVLMImageProcessor{own} makes .*{other} in the driver"):
         trainer.init_workers()
+
+
+@pytest.mark.parametrize("mode", ["auto", "runs/a/iteration_000002"])
+@pytest.mark.parametrize("before", ["SmolVLMImageProcessor", "SmolVLMImageProcessorPil"])
+def test_a_resume_with_another_back_end_of_image_processing_is_an_error_in_each_mode(before, mode):
+    now, remedy = {
+        "SmolVLMImageProcessor": ("SmolVLMImageProcessorPil", "; install torchvision"),
+        "SmolVLMImageProcessorPil": ("SmolVLMImageProcessor", "; uninstall torchvision"),
+    }[before]
+    state = {"global_step": 2, "loader": EpochSampler(4, 2, 0).state_dict(), "seconds": 1.0}
+    state["image_processor"] = before
+
+    def resume(image_processor):
+        loader = SimpleNamespace(batches=EpochSampler(4, 2, 0))
+        trainer = SimpleNamespace(image_processor=image_processor, train_loader=loader, global_step=0)
+        settings = SimpleNamespace(resume_mode=mode, val_only=False)
+        Run.load_state_dict(SimpleNamespace(trainer=trainer, settings=settings), state)
+        return trainer.global_step
+
+    assert [resume(before), resume(None)] == [2, 2]
+    with pytest.raises(CheckpointError, match=f"{before} made.*{now}, which is used here.*{remedy}"):
+        resume(now)
 
 
 @pytest.fixture(scope="module")

@@ -303,7 +303,7 @@ def test_a_state_of_the_driver_with_other_values_is_named(tmp_path, monkeypatch,
     checkpoint_folder.seal(folder)
     run = object.__new__(Run)
     run.checkpoints, run.settings = checkpoints, SimpleNamespace(val_only=False, resume_mode="auto")
-    run.trainer = SimpleNamespace(groups={}, train_loader=Mock(), total_steps=9)
+    run.trainer = SimpleNamespace(groups={}, train_loader=Mock(), total_steps=9, image_processor=None)
     with pytest.raises(CheckpointError, match=naming("trainer.pt", part)):
         run.resume(folder, goes_on=True)
 

@@ -23,6 +23,7 @@ from strop.config.keys import all_keys, value_at
 from strop.config.roles import has_reward
 from strop.config.schema import Config
 from strop.data.loader import SampledBatches, lacks_for_resume
+from strop.data.pictures.expand import uses_pillow
 from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import (
     HOLD_INTERRUPTS_S,
@@ -331,11 +332,19 @@ class Run(ABC):
             "global_step": trainer.global_step,
             "loader": trainer.train_loader.batches.state_dict(),
             "seconds": self.seconds(),
+            "image_processor": trainer.image_processor,
             RECORD: self.record,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
+        before, now = state.get("image_processor"), trainer.image_processor
+        if before and now and uses_pillow(before) != uses_pillow(now):
+            raise CheckpointError(
+                f"the checkpoint was trained on pixels that {before} made, and {now}, which is used here, "
+                f"makes others; {'uninstall' if uses_pillow(before) else 'install'} torchvision, or start "
+                "from scratch with trainer.resume_mode=disable"
+            )
         trainer.global_step = int(state["global_step"])
         if not self.settings.val_only:
             is_named = self.settings.resume_mode != "auto"
