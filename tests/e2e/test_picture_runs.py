@@ -473,7 +473,9 @@ def test_turns_bring_pictures_to_rows_of_text(inputs, tmp_path):
     model = picture_models.louder(picture_models.make("smolvlm", tmp_path / "model"))
     keys = (*keys, "data.max_images=1", f"actor_rollout_ref.model.path={model}")
     runs.train(options(inputs, tmp_path / "run", *keys))
-    assert all(line["training/rollout_probs_diff_max"] < 2e-6 for line in runs.metrics(tmp_path / "run"))
+    lines = runs.metrics(tmp_path / "run")
+    assert all(line["training/rollout_probs_diff_max"] < 2e-6 for line in lines)
+    assert all(line["images/per_prompt"] == 0 < line["images/tokens_share"] < 1 for line in lines)
     before, after = weights(model), weights(tmp_path / "run" / "final_model")
     assert not [name for name in before if torch.equal(before[name], after[name])]
 

@@ -5,6 +5,8 @@ Two samples, two prompt columns, three response columns; the second response is 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from strop.trainer.metrics import (
     critic_metrics,
     merge_updates,
     objective_metrics,
+    picture_metrics,
     sampler_metrics,
     speed_metrics,
 )
@@ -230,3 +233,21 @@ def test_the_critics_update_has_both_families_of_names():
     found = critic_metrics({"vf_loss": 2.0, "vf_clipfrac": 0.25, "lr": 1e-5})
     of_verl = {"critic/vf_loss": 2.0, "critic/vf_clipfrac": 0.25, "critic/lr": 1e-5}
     assert found == {**of_verl, "loss/value_avg": 2.0, "val/clipfrac_avg": 0.25}
+
+
+def test_pictures_of_prompts_and_of_turns(batch):
+    """Of 7 tokens 2 stand for the picture of the first prompt, and 3 for one that a turn brought."""
+    images = torch.tensor([[5, 0], [0, 0]])
+    images_at = torch.tensor([[7, -1, -1], [0, 0, 0]])
+    known = SimpleNamespace(tokens={5: 2}.__getitem__)
+
+    def found(pictures=None, **columns):
+        return picture_metrics(DataProto({**batch.batch, **columns}), [], pictures)
+
+    none = {"images/processed": 0.0, "timing_s/pictures": 0.0}
+    assert found(known, images=images) == {"images/per_prompt": 0.5, "images/tokens_share": 2 / 7, **none}
+    both = found(known, images=images, images_at=images_at)
+    assert both == {"images/per_prompt": 0.5, "images/tokens_share": 5 / 7, **none}
+    turns = {"images/per_prompt": 0.0, "images/tokens_share": 3 / 7, **none}
+    assert found(images_at=images_at) == found(known, images_at=images_at) == turns
+    assert found(known) == found() == found(images=images) == {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from strop.protocol import DataProto
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from strop.data.pictures.expand import PromptPictures
 
 _CLOCK = time.time() - time.perf_counter()
 """Seconds of ``time.time()`` at 0 of the monotonic clock, which adjustments of the time do not move."""
@@ -83,19 +85,28 @@ def peak_memory(groups: Iterable[Any]) -> dict[str, float]:
 
 
 def picture_metrics(
-    batch: DataProto, groups: Iterable[Any], tokens: Callable[[int], int]
+    batch: DataProto, groups: Iterable[Any], pictures: PromptPictures | None
 ) -> dict[str, float]:
-    """Return metrics of the pictures of a batch, of which ``tokens`` returns those of one by its digest.
+    """Return metrics of the pictures of a batch; {} without any, and for those of a user's data set.
 
-    The groups' processes have processed some of them since the last call.
+    ``pictures``: those of the data set, which know the tokens of one. The groups' processes have processed
+    some of them since the last call.
     """
-    images_BI = batch.batch["images"]
-    held, size = images_BI[images_BI != 0].tolist(), batch.batch["attention_mask"].sum().item()
+    columns, held, count = batch.batch, [], 0
+    if "images" in columns:
+        if pictures is None:
+            return {}
+        held = columns["images"][columns["images"] != 0].tolist()
+        count = sum(map(pictures.tokens, held))
+    elif "images_at" not in columns:
+        return {}
+    if "images_at" in columns:
+        count += int(columns["images_at"].count_nonzero())
     calls = [group.picture_work.start() for group in groups if hasattr(group, "picture_work")]
     work = sum((Counter(call.get()) for call in calls), Counter[str]())
     return {
         "images/per_prompt": len(held) / len(batch),
-        "images/tokens_share": sum(map(tokens, held)) / size,
+        "images/tokens_share": count / columns["attention_mask"].sum().item(),
         **{name: float(work[name]) for name in ("images/processed", "timing_s/pictures")},
     }
 

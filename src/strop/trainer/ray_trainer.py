@@ -505,8 +505,7 @@ class ReinforcementRun(Run):
                     self.folder.prune_rollouts(step, to_keep=settings.rollouts_to_keep)
         metrics |= self.measured()
         metrics |= peak_memory(trainer.groups.values())
-        if trainer.pictures is not None and "images" in samples.batch:
-            metrics |= picture_metrics(samples, trainer.groups.values(), trainer.pictures.tokens)
+        metrics |= picture_metrics(samples, trainer.groups.values(), trainer.pictures)
         self.timeline.add_phases("learner", trainer.timer.intervals, step)
         timing = trainer.timer.take()
         if trainer.pipeline is not None and settings.async_steps:
