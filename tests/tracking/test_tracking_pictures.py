@@ -188,6 +188,25 @@ def test_a_picture_that_cannot_be_read_any_more_is_a_warning(run, tmp_path, monk
     assert caplog.text.count("the page will lack pictures of samples (gone)") == 1
 
 
+def test_one_picture_that_cannot_be_read_costs_no_other(run, tmp_path, monkeypatch, caplog):
+    failures = iter([OSError("gone")])
+    own = pictures.thumbnail
+
+    def thumbnail(digest):
+        if (error := next(failures, None)) is not None:
+            raise error
+        return own(digest)
+
+    monkeypatch.setattr(pictures, "thumbnail", thumbnail)
+    table = pq.read_table(run / "rollouts" / "step_000001.parquet")
+    writer = thumbnails.Thumbnails(tmp_path)
+    writer.add(table)
+    writer.close()
+    named = {name for row in table["images"].to_pylist() for name in row}
+    assert len(list((tmp_path / "pictures").glob("*.jpg"))) == len(named) - 1 > 1
+    assert caplog.text.count("(gone)") == 1
+
+
 def test_the_page_has_no_other_file_than_thumbnails(run):
     page = RunFiles(run)
     assert page.pictures(["../config.yaml", "../../etc/passwd", "", "0" * 16]) == {}

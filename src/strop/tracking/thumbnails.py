@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -46,13 +47,19 @@ class Thumbnails:
         self._thread.shutdown()
 
     def _write(self, names: set[str]) -> None:
-        try:
+        with self._warned():
             there = {path.stem for path in self._folder.glob("*.jpg")}
             for name in names - there:
-                with atomic_path(self._path(name), durable=False) as temporary:
+                with self._warned(), atomic_path(self._path(name), durable=False) as temporary:
                     temporary.write_bytes(pictures.thumbnail(int(name, 16)))
             if len(there | names) > self._clean_from:
                 self._clean(there | names)
+
+    @contextmanager
+    def _warned(self) -> Generator[None]:
+        """Warn of an error of the body, the first time."""
+        try:
+            yield
         except (OSError, StropError, pa.ArrowException) as error:
             if not self._has_failed:
                 logger.warning("warning: the page will lack pictures of samples (%s)", error)
