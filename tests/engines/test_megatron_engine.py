@@ -356,7 +356,8 @@ def test_what_it_cannot_hold_is_named(folders, ranks, tmp_path):
         (transformer, "recompute_granularty", "full"),
         (transformer, "recompute_modules", ["layernorm"]),
         (ddp, "overlap_param_gather", True),  # weights would be those of an earlier step
-        (ddp, "overlap_grad_reduced", True),
+        (ddp, "overlap_grad_reduce", True),  # gradients of micro-batches beyond the first step's number
+        (ddp, "overlap_grad_reduced", True),  # unknown
     ):
         sizes = layout(**{section: {name: value}})
         refusals.append((1, folders("Qwen2"), sizes, {}, [f"megatron.{section}", name]))

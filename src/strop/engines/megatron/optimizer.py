@@ -39,12 +39,15 @@ class Optimizer:
         self._settings = settings
         entries = {
             "use_distributed_optimizer": parallel.distributed_optimizer,
+            # Its hooks start a reduction after as many micro-batches as the first step had: gradients of
+            # further ones would be of one rank each.
+            "overlap_grad_reduce": False,
             "overlap_param_gather": False,  # weights would be sent and saved before they are gathered
             "num_distributed_optimizer_instances": 1,
             "average_in_collective": False,  # losses have global denominators
             "use_megatron_fsdp": False,
         }
-        choices = {"overlap_grad_reduce": False, "grad_reduce_in_fp32": True}
+        choices = {"grad_reduce_in_fp32": True}
         chosen = with_choices("override_ddp_config", entries, choices, parallel.ddp)
         with raised_as(ConfigError, "megatron.override_ddp_config", TypeError):
             ddp = DistributedDataParallelConfig(**chosen)
