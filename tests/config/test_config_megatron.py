@@ -88,6 +88,24 @@ def test_what_does_not_fit_is_an_error_by_name(installed, model, report, overrid
     assert any(mentions(line, *words) for line in errors), errors
 
 
+def test_a_layout_of_teachers_is_checked_as_that_of_other_models(installed, model, report, tmp_path):
+    """In the actor's pool it has the actor's sizes, which divide the heads of every teacher."""
+    (tmp_path / "teacher").mkdir()
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 32, "num_hidden_layers": 6}
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**shape, "vocab_size": 19}))
+    run = (*MEGATRON, "teacher.kl=sampled", f"{ACTOR}.megatron.tensor_model_parallel_size=2")
+    one, alike = f"teacher.model.path={tmp_path}/teacher", f"teacher.model.path={tmp_path}/model"
+    several = f"teacher.by_source={{math: {{model: {{path: {tmp_path}/teacher}}}}}}"
+    assert report(*run, alike).errors == []
+    for teacher in (one, several):
+        [line] = report(*run, teacher).errors
+        assert mentions(line, "teacher.megatron.tensor_model_parallel_size=2", "1 key-value heads", "teacher")
+    [line] = report(*run, alike, "teacher.megatron.tensor_model_parallel_size=1").errors
+    assert mentions(line, "teacher.megatron", f"{ACTOR}.megatron", "(2, 1, None, 1)", "(1, 1, None, 1)")
+    servers = ("teacher.servers=[http://127.0.0.1:1]", "teacher.megatron.tensor_model_parallel_size=1")
+    assert report(*run, *servers).errors == []  # they have no layout of the run
+
+
 def test_experts_must_divide_and_the_forecast_counts_whose_they_are(valid, installed, report, tmp_path):
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 6}
     content = {**shape, "vocab_size": 19, "num_experts": 6}

@@ -13,7 +13,7 @@ from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import FLOAT32, TRAINED, cast_weights
 from strop.config.placement import Placement
-from strop.config.roles import uses_critic
+from strop.config.roles import teacher_models
 from strop.engines.megatron.keys import SECTION, SECTIONS
 from strop.errors import ConfigError
 
@@ -56,8 +56,10 @@ class MegatronKind(EngineKind):
     def rules(self, config: Any) -> Iterator[Finding]:
         """Require heads, layers and experts that divide, and one layout for all models in a pool."""
         placed, of_pool = Placement.from_config(config), dict[str, tuple[str, tuple[int | None, ...]]]()
-        passes = ["actor", *(name for name in forward_passes(config) if name in ("ref", "reward_model"))]
-        for name in [*passes, *(["critic"] if uses_critic(config) else [])]:
+        for name in forward_passes(config):  # one of each model; the actor's is log_prob
+            paths = [value_at(config, f"{MODELS[name]}.path")]
+            if name == "teacher" and not (paths := [one.path for one in teacher_models(config).values()]):
+                continue  # servers have it
             key, layout = self.key_of(name), self.section_of(config, name)
             sizes = (
                 layout.tensor_model_parallel_size,
@@ -71,9 +73,9 @@ class MegatronKind(EngineKind):
                     f"{key} and {other} have the tensor, pipeline, virtual pipeline and expert sizes {sizes} "
                     f"and {others}, and their models are in one pool; make them equal, or use different pools"
                 )
-            path = value_at(config, f"{MODELS[name]}.path")
-            if (facts := read_model_facts(path)) is not None:
-                yield from _fits(key, layout, facts, path)
+            for path in paths:
+                if (facts := read_model_facts(path)) is not None:
+                    yield from _fits(key, layout, facts, path)
 
     def bytes(self, config: Any, name: str, facts: ModelFacts | None, *, trains: bool) -> int | None:
         """See ``EngineKind.bytes``: moments may be shared by all ranks, other numbers by those of a copy."""
