@@ -80,6 +80,10 @@ def test_one_key_selects_the_back_end_of_all_roles_and_so_does_the_name_of_verl(
             ["critic.model.lora_adapter_path=gone"],
             ["critic.model.lora_adapter_path=gone", "critic.strategy=megatron", "fsdp"],
         ),
+        (
+            ["actor_rollout_ref.model.freeze=[encoder]"],
+            ["actor_rollout_ref.model.freeze=['encoder']", f"{ACTOR}.strategy=megatron", "only fsdp"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error_by_name(installed, model, report, overrides, words):
@@ -139,6 +143,21 @@ def test_keys_of_the_other_back_end_have_no_effect(installed, report):
     assert all(any(mentions(line, "strategy=megatron", key) for line in warnings) for key in written)
     [line] = report(f"{ACTOR}.megatron.tensor_model_parallel_size=2").warnings
     assert mentions(line, "strategy=fsdp", "only megatron", "tensor_model_parallel_size=2")
+
+
+def test_keys_that_one_back_end_lacks_are_named(installed, report):
+    keys = ("actor_rollout_ref.model.use_remove_padding=False", "critic.model.use_remove_padding=False")
+    found = report(*MEGATRON, *keys).warnings
+    assert all(any(mentions(line, key, "strategy=megatron", "only fsdp") for line in found) for key in keys)
+    assert report(*keys).warnings == []
+    vllm, key = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.load_format"
+    for options, other, own in (
+        ((vllm,), ("megatron", "dummy_megatron"), ("auto", "dtensor", "dummy_dtensor", "hf", "dummy_hf")),
+        ((vllm, *MEGATRON), ("dtensor", "dummy_dtensor"), ("auto", "megatron", "dummy_megatron", "hf")),
+    ):
+        for value in (*other, *own):
+            named = [line for line in report(*options, f"{key}={value}").warnings if f"{key}={value}" in line]
+            assert len(named) == (value in other)
 
 
 def test_the_layout_of_a_reward_model_that_is_off_has_no_effect(installed, report):

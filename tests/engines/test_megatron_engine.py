@@ -346,6 +346,7 @@ def test_what_it_cannot_hold_is_named(folders, ranks, tmp_path):
     refusals = [
         (1, tmp_path, layout(), {}, ["gemma2", "llama, mistral, qwen2, qwen2_moe", "strategy=fsdp"]),
         (1, folders("Qwen2"), layout(), {"keeps_reference_head": True}, ["full KL", "strategy=fsdp"]),
+        (1, folders("Qwen2"), layout(), {"freeze": ["encoder"]}, ["strategy=megatron", "['encoder']"]),
         (1, folders("Qwen2"), layout(), {"lora": LoraSettings(base="b", rank=4)}, ["LoRA", "strategy=fsdp"]),
     ]
     transformer, ddp = "override_transformer_config", "override_ddp_config"

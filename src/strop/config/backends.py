@@ -55,6 +55,7 @@ ABILITIES = {
     "selective": "keeps the results of single operators in a checkpointed layer",
     "layers_of_transformers": "computes with the layers of transformers",
     "supervised": "trains on given answers",
+    "padding": "pads sequences",
     "pictures": "reads pictures",
     "branches": "computes sessions with branches",
 }

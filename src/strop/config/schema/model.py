@@ -69,7 +69,11 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
         needs("selective", lambda at: at.value == "selective", when="if selective"),
     ]
     """Recompute activations in the backward pass; selective: all but matrix products and attention."""
-    use_remove_padding: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
+    use_remove_padding: Annotated[
+        Literal["auto"] | bool,
+        Expected("auto, True or False"),
+        needs("padding", lambda at: at.value is False, when="if False", level="warning"),
+    ]
     """Pack sequences without padding: the same numbers in less time; auto: where the model supports it."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""
@@ -123,6 +127,7 @@ class ModelConfig(Section, resumes=MAY_CHANGE):
             lambda at: bool(at.value) and at.section.has_adapters,
             "all weights of the model are frozen; exclude_modules says which layers get no adapters",
         ),
+        needs("pictures", lambda at: bool(at.value), when="unless []"),
     ]
     """Parts of a model with pictures that keep their weights: encoder, projector (strop docs pictures)."""
 

@@ -61,6 +61,11 @@ class MegatronEngine:
                 f"{model.lora.key}: strategy=megatron trains no LoRA adapters; set strategy=fsdp, or "
                 "lora_rank=0 and lora_adapter_path=null"
             )
+        if model.freeze:
+            raise ConfigError(
+                f"{model.role}: strategy=megatron trains all weights, and model.freeze={list(model.freeze)}; "
+                "set it to []"
+            )
         if model.keeps_reference_head:
             raise ConfigError(
                 "the full KL needs whole logits, which strategy=megatron never computes; use another "

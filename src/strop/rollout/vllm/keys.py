@@ -9,6 +9,7 @@ from pydantic import Field
 
 from strop.config.schema.base import (
     MAY_CHANGE,
+    At,
     Count,
     Expected,
     Fraction,
@@ -84,6 +85,14 @@ class SamplingConfig(Section, resumes=MAY_CHANGE):
 # One rank and no CUDA graphs are what other rollouts have anyway.
 _HONOURED = honoured_where(lambda at: at.value not in (1, True))
 
+_STRATEGIES = {"megatron": "megatron", "dtensor": "fsdp"}
+"""The strategy that a value of ``load_format`` names; hf names none."""
+
+
+def _names_another_strategy(at: At) -> bool:
+    strategy = at.config.actor_rollout_ref.actor.strategy
+    return _STRATEGIES.get(at.value.removeprefix("dummy_"), strategy) != strategy
+
 
 class EngineConfig(Section, resumes=MAY_CHANGE):
     """Keys of vLLM's engine."""
@@ -108,7 +117,13 @@ class EngineConfig(Section, resumes=MAY_CHANGE):
     ]
     """Free the memory of vLLM's weights and KV cache for the update; on a GPU. CUDA graphs keep theirs."""
     load_format: Annotated[
-        Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dummy_dtensor", "dummy_hf"], _HONOURED
+        Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dummy_dtensor", "dummy_hf"],
+        _HONOURED,
+        no_effect(
+            "if it names another strategy, megatron with fsdp or dtensor with megatron",
+            _names_another_strategy,
+            "every strategy sends whole tensors, and the dummy_* are the same",
+        ),
     ]
     """Weights that vLLM starts with. The dummy_* are the same: none; the others too: the model folder's."""
     seed_per_sample: Annotated[
