@@ -186,7 +186,8 @@ def _sections(tree: Tree, sections: list[Key] | None, heading: str, *, with_stat
     for section in sections or [key for key in keys.values() if key.is_section]:
         lines += [f"{heading}{'#' * ('.' in section.path)} `{section.path}`", "", section.doc, ""]
         if with_status and section.limits:
-            lines += [_wrapped(f"{status_in_words(section).capitalize()}."), ""]
+            status = status_in_words(section)
+            lines += [_wrapped(f"{status[0].upper()}{status[1:]}."), ""]
         items = [
             _item(tree, key, keys, with_status=with_status)
             for key in keys.values()

@@ -153,6 +153,34 @@ def test_a_key_of_what_the_run_does_not_have_is_named_if_it_was_written(report, 
     assert after.errors == before.errors
 
 
+OF_THE_REFERENCE = (
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward=False",
+    "actor_rollout_ref.ref.fsdp_config.wrap_policy.min_num_params=10",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], 4),
+        (["actor_rollout_ref.model.lora_rank=8", "teacher.model.path=reference"], 4),
+        (["actor_rollout_ref.model.lora_rank=8", "teacher.model.path=hub/name"], 3),  # it is one more model
+        (["algorithm.kl_ctrl.kl_coef=0", "teacher.model.path=hub/name"], 3),
+        (["actor_rollout_ref.model.lora_rank=8", "+trainer.placement.RefPolicy=global_pool"], 0),
+        ([], 0),
+    ],
+)
+def test_keys_of_a_references_model_are_named_where_it_is_the_actor(report, options, idle):
+    """Sizes of its passes have an effect: the actor makes them, or a teacher's model."""
+    several = ("trainer.n_gpus_per_node=2", "trainer.device=cuda")
+    lines = report(*several, *options, *OF_THE_REFERENCE).warnings
+    named = [key for key in OF_THE_REFERENCE if any("no effect" in line and key in line for line in lines)]
+    assert named == [*OF_THE_REFERENCE[:idle]]
+
+
 def test_no_key_of_what_the_run_has_is_named(report):
     model = ["reward_model.enable=True", "reward_model.model.path=somebody/scorer"]
     for options in (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from strop.config.backends import ROLLOUTS
 from strop.config.names import NO_REWARD, needs_critic, sets_noise
 from strop.config.schema import Config
-from strop.config.schema.policy import has_kl_term
+from strop.config.schema.policy import adapters_are_switched_off, has_kl_term
 from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.config.schema.teacher import THE_POLICY, has_teacher, teachers_of
 from strop.errors import ConfigError
@@ -21,8 +21,7 @@ def uses_reference(config: Config) -> bool:
 
 def reference_is_the_actor(config: Config) -> bool:
     """Return True if the reference is the actor with its LoRA adapters off: no second model is loaded."""
-    adapted = config.actor_rollout_ref.model.has_adapters
-    return uses_reference(config) and adapted and "RefPolicy" not in config.trainer.placement
+    return uses_reference(config) and adapters_are_switched_off(config)
 
 
 def uses_teacher(config: Config | SftConfig) -> bool:

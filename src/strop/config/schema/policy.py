@@ -9,6 +9,7 @@ from pydantic import Field
 from strop.config.backends import ROLLOUTS
 from strop.config.schema.base import (
     MAY_CHANGE,
+    At,
     Count,
     Expected,
     Fraction,
@@ -36,7 +37,7 @@ from strop.config.schema.base import (
     rollout_keys,
 )
 from strop.config.schema.model import ModelConfig
-from strop.config.schema.teacher import has_teacher
+from strop.config.schema.teacher import THE_POLICY, has_teacher
 
 if TYPE_CHECKING:
     RolloutName = str
@@ -235,7 +236,30 @@ class ActorModelConfig(ModelConfig):
     """Deprecated name of external_lib."""
 
 
-@engine_sections("actor_rollout_ref.ref")
+def has_kl_term(config: Any) -> bool:
+    """Return True if a KL term is on, in the loss or in the reward."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
+
+
+def adapters_are_switched_off(config: Any) -> bool:
+    """Return True if a reference is the actor with its LoRA adapters off, and no second model."""
+    return config.actor_rollout_ref.model.has_adapters and "RefPolicy" not in config.trainer.placement
+
+
+def _of_its_model(*, teacher_has: bool = False) -> Limit:
+    """Mark a key of the reference's model; ``teacher_has``: a teacher's model has it, too."""
+
+    def applies(at: At) -> bool:
+        own_teacher = has_teacher(at.config) and at.config.teacher.model.path != THE_POLICY
+        no_model = not has_kl_term(at.config) or adapters_are_switched_off(at.config)
+        return no_model and not (teacher_has and own_teacher)
+
+    when = "without a KL term, or with LoRA adapters unless trainer.placement has RefPolicy"
+    when += ", where no other model teaches" if teacher_has else ""
+    return no_effect(when, applies, "no reference model is loaded")
+
+
+@engine_sections("actor_rollout_ref.ref", _of_its_model())
 class RefConfig(Section, resumes=MAY_CHANGE):
     """The reference model; it is loaded only when a KL term is on."""
 
@@ -247,13 +271,8 @@ class RefConfig(Section, resumes=MAY_CHANGE):
     """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
     log_prob_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens("log_prob_use_dynamic_bsz")]
     """Most tokens in one forward pass, per rank, if cut by tokens; null: chosen from the memory."""
-    ulysses_sequence_parallel_size: SharedSequences
+    ulysses_sequence_parallel_size: Annotated[SharedSequences, _of_its_model(teacher_has=True)]
     """Neighbouring ranks that share each sequence; needs use_remove_padding."""
-
-
-def has_kl_term(config: Any) -> bool:
-    """Return True if a KL term is on, in the loss or in the reward."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
 
 
 class ActorRolloutRefConfig(Section, resumes=MAY_CHANGE):
