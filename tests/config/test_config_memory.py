@@ -233,6 +233,20 @@ def test_a_uses_gpus_of_its_own_shares_them_with_nobody(on_gpus):
     assert on_gpus(f"{UTILIZATION}=0.95", *apart, gpus=8) == []
 
 
+def test_vllm_keeps_its_memory_while_others_in_its_pool_are_updated_if_it_generates_ahead(on_gpus):
+    """Of critic and rollout on 4 GPUs, the critic's update is counted beside vLLM."""
+    shared = (
+        "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.hybrid_engine=False", "trainer.resource_pools={learner: [4], rollout: [4]}",
+        "trainer.placement={Rollout: rollout, Critic: rollout}",
+    )  # fmt: skip
+    # of the critic 16 bytes a parameter over 4 ranks: 30.5 of 80 GB
+    assert on_gpus(f"{UTILIZATION}=0.6", *shared, gpus=8) == []
+    ((level, text),) = on_gpus(f"{UTILIZATION}=0.6", *shared, "trainer.async_steps=1", gpus=8)
+    assert level == "warning"
+    assert mentions(text, "critic: weights", "critic update: activations")
+
+
 def test_vllms_share_holds_what_vllm_needs(on_gpus):
     """A 7B model in bfloat16 has 15.2 GB: 7.6 on each of two ranks."""
     alone = ("trainer.val_only=False", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")

@@ -74,6 +74,19 @@ def test_a_rollout_apart_gets_buckets_and_then_their_version():
     ]
 
 
+@pytest.mark.parametrize(("ahead", "makes_room"), [(False, True), (True, False)])
+def test_a_rollout_beside_other_roles_makes_room_for_the_update_unless_it_generates(ahead, makes_room):
+    actor, rollout = Group(), Group()
+    weights = WeightSync(actor, rollout, verify_every=0, ahead=ahead, shares_pool=True)
+    weights.to_rollout(PhaseTimer())
+    rollout.calls.clear()
+    weights.release()
+    assert rollout.calls == [("release_rollout", ())] * makes_room
+    weights.to_rollout(PhaseTimer())  # two buckets, and the version: also of the same weights
+    assert len(rollout.calls) == 4 * makes_room
+    assert "release_rollout" not in dict(actor.calls)
+
+
 def test_a_channel_is_opened_once_and_every_transfer_is_received_while_it_is_sent():
     actor, rollout = Apart(), Apart()
     weights = WeightSync(actor, rollout, verify_every=0)
@@ -93,7 +106,8 @@ def test_a_rollout_that_generates_ahead_is_sent_weights_without_waiting():
     assert weights.to_rollout(PhaseTimer()) == []
 
 
-def test_in_a_run_the_rollout_is_released_before_every_update(tmp_path, monkeypatch):
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_in_a_run_the_rollout_is_released_before_every_update(tmp_path, monkeypatch, hybrid):
     calls: list[str] = []
 
     def noting(name, plain):
@@ -107,8 +121,13 @@ def test_in_a_run_the_rollout_is_released_before_every_update(tmp_path, monkeypa
     for name in WATCHED:
         plain = getattr(ActorRolloutRefWorker, name)
         monkeypatch.setattr(ActorRolloutRefWorker, name, noting(name, plain))
-    more = ("trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false")
+    more = (
+        "trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false",
+        f"actor_rollout_ref.hybrid_engine={hybrid}",
+    )  # fmt: skip
     train(overrides(make_inputs(tmp_path), tmp_path / "run", *more))
     iteration = ["sync_rollout", "generate_sequences", "release_rollout", "update_actor", "update_actor"]
     first = [*iteration[:1], "verify_rollout", *iteration[1:]]
+    if not hybrid:  # one pool has both, and the weights come in buckets
+        first, iteration = first[1:], iteration[1:]
     assert calls == [*first, *iteration]

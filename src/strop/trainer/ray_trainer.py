@@ -218,7 +218,15 @@ class RayPPOTrainer(VerlNames):
             call.get()
         every = config.actor_rollout_ref.rollout.verify_weights_every
         ahead = config.trainer.async_steps
-        self.weights = WeightSync(self.actor, self.rollout, verify_every=every, ahead=ahead > 0)
+        placed = self.resource_pool_manager.mapping
+        beside = [placed[role] for role in (*groups, *self._own_roles()) if role is not Role.Rollout]
+        self.weights = WeightSync(
+            self.actor,
+            self.rollout,
+            verify_every=every,
+            ahead=ahead > 0,
+            shares_pool=placed.get(Role.Rollout) in beside,
+        )
         groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model, self.teacher)
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
         self.ppo.progress = self.progress
@@ -338,7 +346,7 @@ class RayPPOTrainer(VerlNames):
             samples = self.pipeline.take(iteration)
             unused = contextlib.nullcontext()  # a checkpoint may need them: see ``ReinforcementRun.fit``
         with unused:
-            self.weights.release()  # a co-located copy of the weights makes room for the update
+            self.weights.release()  # a copy of the weights makes room for the update
             batch, metrics = self.ppo.learn(samples, iteration)
         metrics |= staleness_metrics(batch, version=self.weights.version, warmup=self.ppo.critic_warmup)
         if "rollout_versions" not in batch:  # all tokens are of the policy that learns from them

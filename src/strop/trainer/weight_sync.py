@@ -17,15 +17,24 @@ class WeightSync:
     with ``trainer.handles``.
     """
 
-    def __init__(self, actor: Any, rollout: Any, *, verify_every: int, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        rollout: Any,
+        *,
+        verify_every: int,
+        ahead: bool = False,
+        shares_pool: bool = False,
+    ) -> None:
         """``verify_every``: transfers between two comparisons of checksums; 0: none.
 
         ``ahead``: the rollout may be generating. It loads what is sent when its earlier calls are done, and
-        the actor goes on meanwhile.
+        the actor goes on meanwhile. ``shares_pool``: a rollout that is not the actor has a pool with others.
         """
         self._actor, self._rollout = actor, rollout
         self._verify_every, self._ahead = verify_every, ahead
         self._together = rollout is actor
+        self._makes_room = self._together or (shares_pool and not ahead)
         self._transfers = 0
         self._loading: list[Future] = []
         self._broadcasts: bool | None = None  # unknown before the first transfer
@@ -89,7 +98,10 @@ class WeightSync:
             call.get()
 
     def release(self) -> None:
-        """Free the co-located rollout's weights for the update; the next transfer reloads them."""
-        if self._together:
-            self._actor.release_rollout()
+        """Free the rollout's weights for the update where other roles have its memory, unless it generates.
+
+        The next transfer reloads them.
+        """
+        if self._makes_room:
+            self._rollout.release_rollout()
             self.rollout_version = None

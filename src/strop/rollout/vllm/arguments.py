@@ -23,6 +23,7 @@ from strop.rollout.vllm.kind import (
     enforce_eager,
     extra_sampling,
     no_attention_on_a_cpu,
+    sleeps,
     tensor_parallel_size,
 )
 
@@ -47,7 +48,7 @@ def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, An
         arguments["disable_custom_all_reduce"] = True
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if spec.device.type == "cuda":
-        arguments["enable_sleep_mode"] = cast(Any, spec.config.actor_rollout_ref.rollout).free_cache_engine
+        arguments["enable_sleep_mode"] = sleeps(spec.config)
     return arguments
 
 

@@ -114,6 +114,11 @@ class EngineConfig(Section, resumes=MAY_CHANGE):
             lambda at: at.value and at.on_cpu,
             "vLLM cannot sleep on a CPU: its weights and KV cache stay in memory during the update",
         ),
+        no_effect(
+            "with trainer.async_steps above 0",
+            lambda at: at.value and at.config.trainer.async_steps > 0,
+            "vLLM generates during the update",
+        ),
     ]
     """Free the memory of vLLM's weights and KV cache for the update; on a GPU. CUDA graphs keep theirs."""
     load_format: Annotated[

@@ -156,7 +156,7 @@ class VLLMKind(RolloutKind):
         Its memory pool takes no expandable segments, and its all-reduce shares buffers of CUDA graphs by
         cudaIpcGetMemHandle, which fails for them.
         """
-        return config.actor_rollout_ref.rollout.free_cache_engine or tensor_parallel_size(config) > 1
+        return sleeps(config) or tensor_parallel_size(config) > 1
 
     def fault_of_pictures(self, config: Any) -> str | None:
         found = {} if uses_gpu(config) else read_config_file(config.actor_rollout_ref.model.path)
@@ -168,12 +168,12 @@ class VLLMKind(RolloutKind):
 
         On a GPU vLLM takes ``gpu_memory_utilization`` of the memory for both, whether it needs that or not.
         """
-        rollout, copy, cache = config.actor_rollout_ref.rollout, None, None
+        copy, cache = None, None
         if facts is not None:
             ranks, placement = tensor_parallel_size(config), Placement.from_config(config)
             copy = weights(facts, _number_bytes(config), ranks)
             cache = cache_of_rank(config, facts, ranks, placement.ranks(placement.rollout_role) // ranks)
-        if config.trainer.device == "cpu" or not rollout.free_cache_engine:
+        if config.trainer.device == "cpu" or not sleeps(config):
             return Forecast({"vLLM: weights": copy, "vLLM: KV cache, at most": cache}, {})
         return Forecast({}, {"generation: vLLM's weights, and KV cache at most": total(copy, cache)})
 
@@ -190,7 +190,7 @@ class VLLMKind(RolloutKind):
                 f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} or "
                 f"max_num_seqs={rollout.max_num_seqs}, or raise tensor_model_parallel_size"
             )
-        kept = beside.resident if rollout.free_cache_engine else beside.resident | beside.phases
+        kept = beside.resident if sleeps(config) else beside.resident | beside.phases
         sizes = {name: each for name, each in kept.items() if each}
         if sum(sizes.values()) + share <= size:
             return
@@ -202,6 +202,11 @@ class VLLMKind(RolloutKind):
             f"{gib(sum(sizes.values()))} there while vLLM has it: {listed(sizes)}{graphs} do not fit; "
             f"{lower}, or offload by optimizer_offload=True and param_offload=True (not in the forecast)"
         )
+
+
+def sleeps(config: Any) -> bool:
+    """Return True if vLLM is to free its memory during updates; it needs it to generate meanwhile."""
+    return config.actor_rollout_ref.rollout.free_cache_engine and config.trainer.async_steps == 0
 
 
 def _needs(config: Any, facts: ModelFacts, ranks: int) -> dict[str, int]:
