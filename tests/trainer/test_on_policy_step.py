@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.config.roles import reason_for_old_log_prob_pass
+from strop.config.roles import reason_for_old_log_prob_pass, sampler_in_words
 from strop.errors import TrainingError
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.workers.policy import ActorRolloutRefWorker
 
-from messages import naming
+from messages import mentions, naming
 from runs import hashes, make_inputs, metrics, overrides, train
 
 ACTOR = "actor_rollout_ref.actor"
@@ -231,6 +231,22 @@ def test_old_log_probs_that_are_needed_earlier_are_computed_apart(inputs, tmp_pa
     config = load_config(overrides(inputs, tmp_path, f"{ACTOR}.ppo_mini_batch_size=8", *options))
     found = reason_for_old_log_prob_pass(config)
     assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("algorithm.kl_ctrl.kl_coef=0",), None),
+        ((f"{ACTOR}.ppo_epochs=2",), "several steps"),
+        (("+actor_rollout_ref.model.override_config={attention_dropout: 0.1}",), "dropout"),
+        ((f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.use_rollout_log_probs=false"), None),
+        ((f"{ACTOR}.ppo_epochs=2", "trainer.val_only=true"), None),
+    ],
+)
+def test_a_run_that_never_compares_sampler_and_trainer_is_told(inputs, tmp_path, options, words):
+    settings = (f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.use_rollout_log_probs=true", *options)
+    found = sampler_in_words(load_config(overrides(inputs, tmp_path, *settings)))
+    assert found is None if words is None else mentions(found, "training/rollout_*", words, "val/ratio")
 
 
 OWN_LOG_PROBS = {

@@ -185,6 +185,18 @@ def reason_updates_change_log_probs(config: Config) -> str | None:
     return None
 
 
+def sampler_in_words(config: Config) -> str | None:
+    """Return the line of a run that never compares the sampler with the trainer; else None."""
+    reason, actor = reason_updates_change_log_probs(config), config.actor_rollout_ref.actor
+    if reason is None or not actor.use_rollout_log_probs or config.trainer.val_only:
+        return None
+    return (
+        "training/rollout_* are not logged: with actor.use_rollout_log_probs=True no pass computes the "
+        f"trainer's log-probs before the update ({reason}); val/ratio and policy/approxkl_avg compare "
+        "sampler and trainer in the update"
+    )
+
+
 def reason_for_old_log_prob_pass(config: Config) -> str | None:
     """Return why old log-probs need a forward pass before the update; None if there is none.
 

@@ -19,6 +19,7 @@ from strop.config.derived import RATES, UNKNOWN_SIZE, usual_rate
 from strop.config.keys import value_at
 from strop.config.placement import rollout_in_words
 from strop.config.recipes import RECIPES
+from strop.config.roles import sampler_in_words
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import Root
@@ -108,6 +109,8 @@ def train(
     logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
         logger.info("%s", rollout_in_words(config))
+        if words := sampler_in_words(config):
+            logger.info("%s", words)
         if not config.data.val_files:
             logger.info("no validation: data.val_files is not set")
     say_loading()
