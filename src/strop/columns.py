@@ -90,7 +90,7 @@ response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on token
 follows             | BT  | int32   | index  | rollout | passes, advantages | algorithms.token_tree | a tree
 rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
 rollout_versions    | BT  | int32   | number | rollout | samples | sampled it; else -1
-truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
+truncated           | B   | bool    |        | rollout | rewards, metrics | cut, without a stop token
 ended_by            | B   | int8    | code   | rollout | rewards, metrics | ENDED_BY | environment
 n_turns             | B   | int16   | turns  | rollout | samples, metrics | of the policy | environment
 n_calls             | B   | int16   | calls  | rollout | metrics | of tools | environment
@@ -149,7 +149,7 @@ images              | B*  | string  | digest | samples | view | of pictures, hex
 response            | B   | string  | text   | samples | validation, view | without special tokens
 hidden_tokens       | B   | int32   | tokens | samples | validation, view | not in the text | if counted
 response_with_special_tokens | B | string | text | samples | view | null without hidden tokens | if counted
-truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
+truncated           | B   | bool    |        | samples | validation, view | cut, without a stop token
 ended_by            | B   | string  | text   | samples | view | reason of the end | environment
 n_turns             | B   | int16   | turns  | samples | view | of the policy | environment
 conversation        | B   | string  | JSON   | samples | view | turns, and the prompt | environment

@@ -202,7 +202,7 @@ def test_h12_a_stripped_stop_token_is_refused(case):
     answer = answer_of(case["given"]["answer"], "run/1")["json"]
     with pytest.raises(TrainingError, match=naming(case["right"]["error_says"], FakeConnection.url)):
         wire.parse(answer, sampling, "run/1")
-    assert wire.parse(answer, sampling | {"stop": ["text"]}, "run/1")[2] is False
+    assert wire.parse(answer, sampling | {"stop": ["text"]}, "run/1")[2] == "stop"
     with pytest.raises(Lost):
         wire.parse({"choices": []}, sampling, "run/1")
 

@@ -581,6 +581,17 @@ def test_an_answer_that_is_none_is_refused_by_name(answer, named):
         batch(rollout)
 
 
+def test_a_response_that_repeats_itself_ends_truncated():
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    version = rollout._pool.sealed.version
+    server.script[GENERATE] = [{"json": wire_answer([10, 10], [-0.5, -0.5], "repetition", version)}]
+    found = rollout.generate(prompts_of([3], n=1), dataclasses.replace(PARAMS, n=1)).batch
+    assert response_ids(found) == [[10, 10]]
+    assert found["truncated"].tolist() == [True]
+    assert server.paths().count(GENERATE) == 1
+
+
 def test_a_token_that_a_server_repeats_is_not_in_the_error():
     server = FakeVLLM(token="hidden")
     rollout = rollout_on(server, token="hidden")

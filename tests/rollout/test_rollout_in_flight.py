@@ -14,6 +14,8 @@ from strop.errors import CheckpointError, TrainingError
 from strop.protocol import DataProto
 from strop.rollout.base import Samples, SamplingParams, answer
 from strop.rollout.hf.engine import HFRollout
+from strop.rollout.in_flight import InFlight
+from strop.rollout.vllm.arguments import row_of_samples
 
 from tiny_lms import EOS, PAD, VOCABULARY, prompts_of, response_ids, tiny_lm
 
@@ -329,3 +331,16 @@ def test_the_rows_of_sessions_have_what_each_token_follows_and_count_their_stop_
     assert found["follows"].tolist() == [[-1, 0, -1, 2, 1, 4, 5, 6]]
     assert found["response_mask"].tolist() == [[1, 1, 1, 1, 0, 1, 1, 0]]
     assert found["hidden_tokens"].tolist() == [1]  # stop tokens at the ends of calls are not hidden
+
+
+def test_a_response_that_repeats_itself_has_ended_and_is_truncated():
+    """By vLLM's reasons for the end of a request; None: it was aborted."""
+    flight = InFlight(prompts_of([2, 3, 1, 2]), SamplingParams(max_tokens=6, do_sample=False))
+    for row, reason in enumerate(("repetition", None, "length", "stop")):
+        flight.add(torch.tensor([row]), row_of_samples([9, 9, 9], [-1.0, -2.0, -3.0], reason), 4)
+    assert flight.complete.tolist() == [True, False, False, True]
+    assert flight.decoding.tolist() == [False, True, True, False]  # of its 6 tokens, it has 3
+    found = flight.result(pad_token_id=PAD, hidden_token_ids=[9]).batch
+    assert found["truncated"].tolist() == [True, True, True, False]
+    assert found["rollout_log_probs"][0].tolist() == [-1, -2, -3, 0, 0, 0]
+    assert found["hidden_tokens"].tolist() == [3, 3, 3, 2]  # the last token is no stop token

@@ -245,8 +245,9 @@ def test_more_of_vllms_sampling_parameters(model, tmp_path):
     repeated = [row[-3:] in ([5] * 3, [6] * 3) for row in rows]
     assert any(stopped)
     assert any(repeated)
-    ended = [a or b for a, b in zip(stopped, repeated, strict=True)]
-    assert (~batch["truncated"]).tolist() == ended
+    whole = [len(row) == 12 for row in rows]
+    assert all(any(ends) for ends in zip(stopped, repeated, whole, strict=True))
+    assert (~batch["truncated"]).tolist() == stopped
     with pytest.raises(ConfigError, match=naming("repetition_detection", "wrong", "max_pattern_size")):
         rollout_of(model, tmp_path, sampling={"repetition_detection": {"wrong": 1}})
 

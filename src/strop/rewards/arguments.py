@@ -61,7 +61,7 @@ SAMPLE_NAMES = {
     "n_response_tokens": "number of the response's tokens, with its stop token",
     "prompt_ids": "the prompt's token ids",
     "response_ids": "the response's token ids",
-    "truncated": "True if the response ended at the length limit",
+    "truncated": "True if the response was cut: at the length limit, or by repetition_detection",
     "images": "the prompt's pictures, of PIL in RGB; an empty list without",
 }
 """Name -> meaning. A column of the data with such a name is not passed."""

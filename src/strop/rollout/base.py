@@ -266,6 +266,8 @@ class Samples(NamedTuple):
     """Tokens [R, T] that the policy sampled; None: all up to ``lengths``."""
     follows: Tensor | None = None
     """[R, T] of ``strop.algorithms.token_tree``; None: each token follows the one before it."""
+    over: Tensor | None = None
+    """[R] of those that end though they are truncated, before any limit; None: none does."""
 
 
 def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:

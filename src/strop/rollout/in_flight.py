@@ -252,6 +252,8 @@ class InFlight:
         self.versions.view(-1)[places] = version
         self.lengths[rows] += new.lengths
         self.stopped[rows] = ~new.truncated
+        if new.over is not None:
+            self.limits[rows[new.over]] = self.lengths[rows[new.over]]
         if self.turn_length is not None:
             for row in rows[new.truncated].tolist():
                 if not self.room(row):

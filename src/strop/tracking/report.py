@@ -39,7 +39,7 @@ class SourceReport:
     mean_length: float
     """Mean sampled tokens of a response."""
     truncated: float
-    """Share of responses that were cut at the length limit."""
+    """Share of responses that were cut, without a stop token."""
     error_rate: float | None
     """Share that could not be scored; None if a user's reward function does not report it."""
     hidden_tokens: float | None = None

@@ -23,7 +23,7 @@ from strop.models.deferred import defer_causal_lm
 from strop.models.folder import end_token_ids
 from strop.models.loader import dtype_named, hidden_token_ids
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, RolloutSpec, Samples
+from strop.rollout.base import Finished, RolloutSpec
 from strop.rollout.episodes import Episodes
 from strop.rollout.http.clock import due
 from strop.rollout.http.kind import KIND, expected_facts, token_of, transfer_folder
@@ -36,6 +36,7 @@ from strop.rollout.queued import QueuedRollout
 from strop.rollout.vllm.arguments import (
     FIXED,
     model_facts,
+    row_of_samples,
     sampling_arguments,
     server_arguments,
     vocabulary_digest,
@@ -181,9 +182,7 @@ class HTTPRollout(QueuedRollout):
             batch.cut(row, first + new)
 
     def _insert(self, batch: InFlight, row: int, version: int, done: Future[Answer]) -> None:
-        ids, log_probs, truncated = done.result()
-        columns = ([ids], [log_probs], [len(ids)], [truncated])
-        batch.add(torch.tensor([row]), Samples(*map(torch.tensor, columns)), version)
+        batch.add(torch.tensor([row]), row_of_samples(*done.result()), version)
 
     def _request(self, batch: InFlight, row: int, most: int | None) -> Request:
         ids = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)

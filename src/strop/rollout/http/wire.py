@@ -47,8 +47,8 @@ class Request(NamedTuple):
     sampling: Mapping[str, Any]
 
 
-Answer = tuple[list[int], list[float], bool]
-"""Ids and log-probs of a sample, or of a turn, and whether it is truncated."""
+Answer = tuple[list[int], list[float], str]
+"""Ids and log-probs of a sample, or of a turn, and vLLM's reason for its end."""
 
 
 class VLLMWire:
@@ -183,7 +183,7 @@ class VLLMWire:
         ):
             if is_wrong:
                 raise TrainingError(f"{self._connection.url} answered {what}")
-        return ids, log_probs, reason == "length"
+        return ids, log_probs, reason
 
     async def transfer(
         self, offer: Callable[[], Mapping[str, Any]], version: str, patience_s: float

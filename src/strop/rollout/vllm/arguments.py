@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedConfig
 
 from strop.config.memory.facts import facts_of_loaded
 from strop.config.names import SEEN_BOTH_WAYS
 from strop.models.heads import reads_pictures
 from strop.models.loader import dtype_named
-from strop.rollout.base import MANY, RolloutSpec
+from strop.rollout.base import MANY, RolloutSpec, Samples
 from strop.rollout.in_flight import InFlight, continued_seed
 from strop.rollout.vllm.kind import (
     HEAD_SIZES_ON_A_CPU,
@@ -35,6 +36,8 @@ FIXED: dict[str, Any] = {
     "enable_prefix_caching": True,  # compute a prompt once for its samples
 }
 """Arguments of every engine."""
+ENDS = ("stop", "length", "repetition")
+"""Reasons of vLLM for the end of a request that ran as it should."""
 
 
 def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, Any]:
@@ -130,6 +133,15 @@ def sampling_arguments(
         "logprobs": 0,  # of the sampled token alone; n would add the n likeliest
         "detokenize": bool(options.get("stop")),  # stop strings are found in text
     }
+
+
+def row_of_samples(ids: Sequence[int], log_probs: Sequence[float], reason: str | None) -> Samples:
+    """Return what a request generated, as one row; ``reason`` of vLLM for its end, None before it.
+
+    A response that repeats itself is as truncated as one at the length limit: neither has a stop token.
+    """
+    columns = ([ids], [log_probs], [len(ids)], [reason != "stop"])
+    return Samples(*map(torch.tensor, columns), over=torch.tensor([reason == "repetition"]))
 
 
 def why_unsupported(model: PreTrainedConfig, device: str, *, pictures: bool = False) -> str | None:

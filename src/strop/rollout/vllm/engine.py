@@ -60,8 +60,10 @@ from strop.rollout.episodes import Episodes
 from strop.rollout.in_flight import InFlight, together
 from strop.rollout.queued import QueuedRollout, Wave
 from strop.rollout.vllm.arguments import (
+    ENDS,
     FIXED,
     engine_arguments,
+    row_of_samples,
     sampling_arguments,
     whole_prompts,
     why_unsupported,
@@ -79,8 +81,6 @@ from strop.rollout.vllm.settings import (
 from strop.rollout.weights import UNEQUAL
 
 logger = logging.getLogger(__name__)
-_ENDS = ("stop", "length", "repetition")
-"""Reasons for the end of a request that ran as it should."""
 _LOOK_EVERY = 16
 """Steps of an engine over several ranks from one look at ``stopping`` to the next, which is a collective."""
 
@@ -451,12 +451,7 @@ def call_seed(batches: Sequence[InFlight]) -> int:
 def _samples(output: CompletionOutput) -> Samples:
     """Return what a request generated, as one row; ``TrainingError`` if vLLM gave it up."""
     ids, reason = output.token_ids, output.finish_reason
-    if reason is not None and (reason not in _ENDS or not ids):
+    if reason is not None and (reason not in ENDS or not ids):
         raise TrainingError(f"vLLM ended a sample after {len(ids)} tokens for the reason {reason!r}")
     log_probs: Any = output.logprobs
-    return Samples(
-        torch.tensor([ids]),
-        torch.tensor([log_probs.logprobs]),
-        torch.tensor([len(ids)]),
-        torch.tensor([reason in (None, "length")]),
-    )
+    return row_of_samples(ids, log_probs.logprobs, reason)
