@@ -22,7 +22,7 @@ from strop.data.prompt_table import read_prompt_table, require_columns, with_gro
 from strop.data.prompts import PromptFormat, encode_prompts
 from strop.data.records import to_rows
 from strop.data.rl_dataset import RLHFDataset
-from strop.data.sources import Rows, iterate, read_records, read_table
+from strop.data.sources import Rows, read_records, read_table
 from strop.errors import DataError, ModelError
 from strop.prepare import prepare
 
@@ -209,7 +209,7 @@ def test_a_key_without_a_value_is_of_other_records_where_the_source_has_types(tm
         for number, row in enumerate(rows):  # the ground truth stays a key, as managers read it by its name
             assert read.row(number) == {**row, "answer": None}
         assert read.row(3) == {**RAGGED[1], "reward_model": None}
-    assert list(iterate(str(tmp_path / "t.parquet"))) == rows
+    assert to_rows(read_table(tmp_path / "t.parquet")) == rows
 
 
 def test_token_ids_are_those_of_the_rows_own_keys(make_tokenizer, tmp_path):

@@ -17,7 +17,7 @@ from rewards_support import SHARED_DATA, real_rows
 from rich.console import Console
 
 from strop.cli.score import add_arguments, run
-from strop.errors import ConfigError, DataError, RewardError
+from strop.errors import ConfigError, DataError, ModelError, RewardError
 from strop.prepare import prepare
 from strop.rewards.worker.pool import RewardPool
 
@@ -79,6 +79,71 @@ def test_columns_can_be_named_and_reach_into_nested_ones(score: Callable[..., An
     expected = {"openai/gsm8k": ["1", "1.0000", "0"]}
     assert cells(score(path, *options, "--data-source-column", "origin")[1]) == expected
     assert cells(score(path, *options, "--data-source", "openai/gsm8k")[1]) == expected
+
+
+def test_right_answers_are_not_scored_as_those_of_the_model(score: Callable[..., Any], tmp_path: Path):
+    rows = [{"question": "1+2=", "answer": 3, "text": "3"}, {"question": "2+2=", "answer": 4, "text": "5"}]
+    source = write(tmp_path / "sums.jsonl", rows)
+    prepare("table", source, tmp_path / "own", prompt="question", data_source="strop/arithmetic")
+    file = tmp_path / "own" / "train.parquet"
+    with pytest.raises(
+        DataError, match=naming("answer", "reward_model.ground_truth", "--response-column", "text")
+    ):
+        score(file)
+    for column, mean in (("text", "0.5000"), ("answer", "1.0000")):
+        _, lines = score(file, "--response-column", column)
+        assert cells(lines) == {"strop/arithmetic": ["2", mean, "0"]}
+        assert mentions(lines[0], f"column {column}", "column reward_model.ground_truth")
+    for name in ("completion", "output"):  # a model that is always right
+        table = pq.read_table(file)
+        pq.write_table(table.append_column(name, pa.array(["3", "4"])), tmp_path / f"{name}.parquet")
+        _, lines = score(tmp_path / f"{name}.parquet")
+        assert cells(lines) == {"strop/arithmetic": ["2", "1.0000", "0"]}
+        assert mentions(lines[0], f"column {name}")
+
+
+def test_an_answer_that_is_not_always_the_ground_truth_is_the_models(
+    score: Callable[..., Any], tmp_path: Path
+):
+    rows = [{"answer": answer, "reward_model": {"ground_truth": "7"}} for answer in ("7", "8")]
+    exact = ["--scorer", "exact"]
+    assert cells(score(write(tmp_path / "a.jsonl", rows), *exact)[1]) == {"exact": ["2", "0.5000", "0"]}
+    own = [{"answer": "7", "ground_truth": "7"}]  # a model that is always right, and no prepared file
+    assert cells(score(write(tmp_path / "b.jsonl", own), *exact)[1]) == {"exact": ["1", "1.0000", "0"]}
+    both = write(tmp_path / "c.jsonl", [{"answer": "7", "solution": "8"}])
+    _, lines = score(both, *exact, "--ground-truth-column", "solution")
+    assert mentions(lines[0], "column answer", "column solution")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv"])
+def test_numbers_in_the_columns_that_are_scored_are_text_as_in_training(
+    score: Callable[..., Any], tmp_path: Path, name: str
+):
+    """With data.answer_key; a column that is named by a parameter alone keeps its numbers."""
+    (tmp_path / "r.py").write_text(
+        "def compute_score(response, ground_truth, answer):\n"
+        "    return float(response.strip() == ground_truth) + 10 * answer\n"
+    )
+    rows = [
+        {"response": 42, "ground_truth": 42, "answer": 1},
+        {"response": 1.5, "ground_truth": 2, "answer": 2},
+    ]
+    path = tmp_path / name
+    if name == "a.csv":
+        path.write_text("response,ground_truth,answer\n42,42,1\n1.5,2,2\n")
+    elif name == "a.json":
+        path.write_text(json.dumps(rows))
+    else:
+        write(path, rows)
+    assert cells(score(path, "--reward", tmp_path / "r.py")[1]) == {"a": ["2", "15.5000", "0"]}
+
+
+def test_the_text_of_a_csv_file_is_scored_as_it_is_written(score: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "a.csv").write_text("response,ground_truth\n1.50,1.50\n2,2\n")
+    (tmp_path / "r.py").write_text(
+        "def f(response, ground_truth):\n    return len(response + ground_truth)\n"
+    )
+    assert cells(score(tmp_path / "a.csv", "--reward", tmp_path / "r.py")[1]) == {"a": ["2", "5.0000", "0"]}
 
 
 def test_prompts_of_any_form_are_no_error_where_no_scorer_reads_them(
@@ -180,6 +245,23 @@ def test_tokens_are_those_of_a_tokenizer_or_of_the_columns_that_strop_writes(
     assert cells(score(path, *custom)[1]) == {"d": ["1", "423.0000", "0"]}
 
 
+def test_a_tokenizer_may_be_a_name_on_the_hub(
+    score: Callable[..., Any],
+    questions: Path,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tokenizer.save_pretrained(tmp_path / "model")
+    paths = {"org/model": tmp_path / "model"}
+    monkeypatch.setattr("strop.data.hub.local_tokenizer", lambda path: paths.get(path, Path(path)))
+    (tmp_path / "n.py").write_text("def f(n_response_tokens):\n    return n_response_tokens\n")
+    reward = ["--reward", tmp_path / "n.py"]
+    assert cells(score(questions, *reward, "--tokenizer", "org/model")[1])["questions"][0] == "3"
+    with pytest.raises(ModelError, match=f"^--tokenizer={tmp_path}/none: .*OWNER/NAME"):
+        score(questions, *reward, "--tokenizer", tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [("misspelt", ["'anwser'", "did you mean 'answer'"]), ("cut", ["'truncated'", "a column 'truncated'"])],
@@ -271,18 +353,24 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.jsonl", '{"a": 1}', [], "row 1: .*response .* a\\b.*--response"),
-        ("a.jsonl", '{"response": "7"}', [], "row 1: .*reward_model.ground_truth .*--ground-truth-column"),
-        ("a.jsonl", '{"response": "7", "ground_truth": 7}', [], r"row 1: .*'data_source'"),
-        ("a.jsonl", '{"response": 7, "ground_truth": 7}', [], "row 1: .*response .*7"),
-        ("a.jsonl", json.dumps({**ROWS[0], "reward_model": {"ground_truth": None}}), [], "row 1: .*None"),
-        ("a.jsonl", json.dumps({**ROWS[0], "reward_model": {"ground_truth": math.nan}}), [], "row 1: .*nan"),
+        ("a.jsonl", '{"a": 1}', [], "row 0: .*response .* a\\b.*--response"),
+        ("a.jsonl", '{"response": "7"}', [], "row 0: .*reward_model.ground_truth .*--ground-truth-column"),
+        ("a.jsonl", '{"response": "7", "ground_truth": 7}', [], r"row 0: .*'data_source'"),
+        ("a.jsonl", '{"response": [7], "ground_truth": 7}', [], "row 0: .*response .*7"),
+        ("a.jsonl", json.dumps({**ROWS[0], "reward_model": {"ground_truth": None}}), [], "row 0: .*null"),
+        ("a.jsonl", json.dumps({**ROWS[0], "reward_model": {"ground_truth": math.nan}}), [], "row 0: .*NaN"),
         ("a.jsonl", '{"response": "7"}', ["--response-column", "x.y"], "reward_model"),
         (
             "a.jsonl",
             '{"response": "7"}',
             ["--response-column", "response.y", "--ground-truth-column", "response"],
-            "row 1: .*'response.y'",
+            "row 0: .*'response.y'",
+        ),
+        (
+            "a.jsonl",
+            '{"response": "7", "ground_truth": "7"}\n{"response": null}',
+            ["--data-source", "x"],
+            "row 1: ",
         ),
         ("a.jsonl", "{\n", [], "line 1: .*several lines"),
         ("a.jsonl", "[1]\n", [], "line 1: .*object"),

@@ -9,8 +9,7 @@ import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,11 +17,11 @@ from rich.progress import track
 from rich.table import Table
 
 from strop.cli.options import OneReward, in_options, naming_function, naming_options
-from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
 from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
-from strop.data.prompt_table import source_of
-from strop.data.sources import iterate, value_at
+from strop.data.prompt_table import RESPONSE_COLUMNS, source_of, with_texts
+from strop.data.records import CHUNK_ROWS, to_rows
+from strop.data.sources import read_table, require_readable, value_at
 from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.arguments import (
     BATCH_NAMES,
@@ -41,8 +40,9 @@ from strop.rewards.worker.pool import Feed, RewardPool
 from strop.terminal import literal, table
 from strop.trainer.evaluation import reward_keys
 
-RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
-GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
+PREPARED_TRUTH = "reward_model.ground_truth"
+GROUND_TRUTH_COLUMNS = (PREPARED_TRUTH, "ground_truth")
+_MAY_BE_TRUTHS = ("solution", "answer")
 _WITHOUT_GROUND_TRUTH = ("format", "length")
 
 
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokenizer",
         metavar="MODEL",
-        help="a Hugging Face folder, for a --reward function that takes tokens or the text of a chat",
+        help="a Hugging Face folder or name, for a --reward function that takes tokens or the text of a chat",
     )
     add("--limit", type=int, help="score only the first rows")
     add("--timeout", type=float, default=10.0, help="time limit for one answer in seconds (10)")
@@ -111,9 +111,11 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     options = _OPTIONS | naming_function(arguments.custom or "")
     with naming_options(options):
         scorer = _scorer(arguments)
-        samples = list(_Rows(arguments, scorer).samples())
+        rows = _Rows(arguments, scorer)
+        samples = list(rows.samples())
     if not samples:
         raise DataError(f"{arguments.file}: there are no rows in it")
+    console.print(literal(rows.columns_in_words()), soft_wrap=True)
     _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
     pool = RewardPool(
         scorer,
@@ -133,6 +135,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
 _OPTIONS = {
     "custom_reward_function.path": "--reward",
+    "model.path": "--tokenizer",
     "reward_model.timeout_s": "--timeout",
 }
 """Key -> the option that sets it, in errors of a user's function."""
@@ -191,13 +194,15 @@ def _require_ready(scorer: ScoreFunction | Scorer, rows: Counter[str], timeout_s
 class _Rows:
     """The rows of the file as samples, with the named values that a user's function takes, as in training.
 
-    Columns that no option names are those of the first row. Token ids are those of the columns that strop
-    writes, else the tokenizer's.
+    Columns that no option names are those of the first row. Numbers in those of prompt, response and ground
+    truth are text, as in training in the columns that keys name. Token ids are those of the columns that
+    strop writes, else the tokenizer's.
     """
 
     def __init__(self, arguments: argparse.Namespace, scorer: ScoreFunction | Scorer) -> None:
         self._arguments = arguments
         self._response, self._truth = arguments.response_column, arguments.ground_truth_column
+        self._is_named = arguments.response_column is not None
         self._custom = scorer if isinstance(scorer, Scorer) else None
         self._valued = Scorer.of(scorer)
         self._needs_truth = arguments.scorer not in _WITHOUT_GROUND_TRUTH
@@ -205,35 +210,81 @@ class _Rows:
             self._needs_truth = bool({"ground_truth", "ground_truths"} & set(self._custom.own.required))
         self._tokenizer: Any = None
         if arguments.tokenizer is not None:
+            from strop.data.hub import local_tokenizer
             from strop.models.folder import load_tokenizer  # transformers: seconds
 
-            self._tokenizer = load_tokenizer(Path(expand(arguments.tokenizer)))
+            self._tokenizer = load_tokenizer(local_tokenizer(arguments.tokenizer))
         self._is_checked = False
 
     def samples(self) -> Iterator[Sample]:
-        """Yield a sample for each row. Raises ``DataError`` with the number of a row that is not usable."""
-        given, limit = self._arguments, self._arguments.limit
-        file, named = given.file, (given.data_source_column, given.prompt_column)
-        texts = {*RESPONSE_COLUMNS, *GROUND_TRUTH_COLUMNS, *named, self._response, self._truth} - {None}
-        for number, row in enumerate(itertools.islice(iterate(file, texts), limit), start=1):
-            try:
-                yield self._sample(row)
-            except (KeyError, DataError) as error:
-                why = f"no column {error}; the columns are {', '.join(row)}"
-                raise DataError(
-                    f"{file}, row {number}: {error if isinstance(error, DataError) else why}"
-                ) from None
+        """Yield a sample for each row. Raises ``DataError`` with the number of a row that is not usable.
 
-    def _sample(self, row: dict[str, Any]) -> Sample:
-        self._response = self._response or _first(row, RESPONSE_COLUMNS, "--response-column")
+        At the end it is raised for a ``solution`` or ``answer`` that no option names and that is the ground
+        truth of every row: files of ``strop prepare table`` keep that column.
+        """
+        row, is_truth = {}, True
+        for number, row in enumerate(itertools.islice(self._rows(), self._arguments.limit)):
+            with self._located(number, row):
+                sample = self._sample(row)
+            is_truth = is_truth and sample.solution_str == _prepared_truth(row)
+            yield sample
+        if row and is_truth and not self._is_named and self._response in _MAY_BE_TRUTHS:
+            raise DataError(
+                f"{self._arguments.file}: the column {self._response} equals {PREPARED_TRUTH} in every row, "
+                "so it may hold the right answers: name the column of the model's answers with "
+                f"--response-column ({self._response}, if it has them); the columns are {', '.join(row)}"
+            )
+
+    def columns_in_words(self) -> str:
+        """Return a line on the columns that are scored, after ``samples``."""
+        truth = f"; ground truth: column {self._truth}" if self._truth else ""
+        return f"Responses: column {self._response}{truth}"
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Choose the columns, and yield the rows with these as text."""
+        file, texts = self._arguments.file, {self._arguments.prompt_column}
+        texts |= {self._response, self._truth} - {None}
+        data = read_table(file, texts=texts)
+        require_readable(file, data)
+        if not len(data):
+            return
+        (first,) = to_rows(data.slice(0, 1))
+        with self._located(0, first):
+            # not the prepared ground truth, a nested one, whose numbers training keeps, too
+            found = {column for column in self._choose(first) if column in first} - texts
+        if not all(isinstance(first[column], str) for column in found):
+            data = read_table(file, texts=texts | found)  # of CSV the text of the file, 1.50 and not 1.5
+        data = with_texts(data, texts | found)
+        for start in range(0, len(data), CHUNK_ROWS):
+            yield from to_rows(data.slice(start, CHUNK_ROWS))
+
+    def _choose(self, row: dict[str, Any]) -> Iterator[str]:
+        """Yield the columns of response and ground truth, by ``row`` where no option names them."""
+        if not self._is_named:
+            free = [column for column in RESPONSE_COLUMNS if column != self._truth]
+            self._response = _first(row, free, "--response-column")
         if self._needs_truth:
             self._truth = self._truth or _first(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
+        yield from filter(None, (self._response, self._truth))
+
+    @contextlib.contextmanager
+    def _located(self, number: int, row: Mapping[str, Any]) -> Generator[None]:
+        """Name file and row in errors of the body."""
+        try:
+            yield
+        except (KeyError, DataError) as error:
+            why = f"no column {error}; the columns are {', '.join(row)}"
+            raise DataError(
+                f"{self._arguments.file}, row {number}: {error if isinstance(error, DataError) else why}"
+            ) from None
+
+    def _sample(self, row: dict[str, Any]) -> Sample:
         text = value_at(row, self._response)
         if not isinstance(text, str):
             raise DataError(f"column {self._response} holds {text!r:.80}: expected a text")
         truth = None if self._truth is None else value_at(row, self._truth)
         if self._truth and self._custom is None and (truth is None or truth != truth or truth == ""):
-            raise DataError(f"column {self._truth} holds {truth!r}: expected the answer")
+            raise DataError(f"column {self._truth} holds null, NaN or an empty text: expected the answer")
         sample = Sample(self._source(row), text, truth, row.get("extra_info"))
         return self._with_values(self._valued, sample, row)
 
@@ -317,6 +368,13 @@ class _Rows:
                     "prompts and tokens --prompt-column NAME and --tokenizer MODEL; the columns are "
                     f"{', '.join(row)}"
                 )
+
+
+def _prepared_truth(row: Mapping[str, Any]) -> str | None:
+    """Return the ground truth of a row for ``strop train`` as text; None without one."""
+    with contextlib.suppress(KeyError):
+        return str(value_at(row, PREPARED_TRUTH))
+    return None
 
 
 def _first(row: Mapping[str, Any], candidates: Iterable[str], option: str) -> str:

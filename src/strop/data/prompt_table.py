@@ -366,6 +366,14 @@ def _with_column(table: pa.Table, key: str) -> pa.Table:
     return table.append_column(key, column)
 
 
+def with_texts(table: pa.Table, columns: Iterable[str]) -> pa.Table:
+    """Return ``table`` with numbers as text in those of the ``columns`` that it has, as in training."""
+    for column in columns:
+        if _nested(table, column) is not None:
+            table = _with_column(table, column)
+    return table
+
+
 def _value_at(row: Mapping[str, Any], key: str) -> Any:
     try:
         return value_at(row, key)
@@ -415,10 +423,12 @@ def column_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
     return names
 
 
+RESPONSE_COLUMNS = ("response", "responses", "solution_str", "completion", "output", "solution", "answer")
+"""What a column of responses is usually called, the likeliest first; the last two may be right answers."""
 _USUAL_NAMES = {
     "prompt": "prompt question problem instruction query input text messages conversations prompts",
     "answer": "answer solution ground_truth label target expected gold output response",
-    "response": "response completion answer output solution target",
+    "response": " ".join((*RESPONSE_COLUMNS, "target")),
     "chosen": "chosen preferred accepted winner better",
     "rejected": "rejected dispreferred loser worse",
 }

@@ -185,17 +185,6 @@ def read_records(path: Path, texts: Collection[str] = ()) -> Iterator[dict[str, 
             first_row += len(batch)
 
 
-def iterate(name: str, texts: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source that ``read_table`` reads, those of a file as ``read_records`` does."""
-    found = None if is_rows(name) else find(name)
-    if isinstance(found, Path) and found.is_file():
-        yield from read_records(found, texts)
-        return
-    table = read_table(name, texts=texts)
-    for start in range(0, len(table), CHUNK_ROWS):
-        yield from to_rows(table.slice(start, CHUNK_ROWS))
-
-
 def value_at(row: Mapping[str, Any], column: str) -> Any:
     """Return the value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
 
