@@ -28,7 +28,7 @@ from strop.trainer.supervised import SftTrainer, build
 
 import tiny_model
 from byte_tokenizer import byte_tokenizer
-from messages import naming
+from messages import mentions, naming
 from supervised_runs import (
     KINDS,
     final_weights,
@@ -374,6 +374,65 @@ def test_answers_that_were_cut_get_no_end_token(tokenizer, tmp_path, caplog):
         DataError, match=naming("words.parquet", "'chosen_truncated'", "True or False", "string")
     ):
         AnsweredDataset(write_rows(tmp_path / "words.parquet", words), tokenizer, **options)
+
+
+def test_a_single_answer_may_be_marked_as_in_samples_of_strop(tokenizer):
+    options = {"prompt_key": "prompt", "max_prompt_length": 10, "max_response_length": 6}
+    rows = [
+        {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "truncated": cut}
+        for cut in (True, False, None)
+    ]
+    end = tokenizer.eos_token_id
+    found = AnsweredDataset(Rows("samples", rows), tokenizer, answer_keys={"response": "response"}, **options)
+    assert [one["response"].tolist()[1:] for one in found] == [[], [end], [end]]
+    both = {"chosen": "chosen", "rejected": "rejected"}  # which of them was cut?
+    pairs = AnsweredDataset(Rows("pairs", rows), tokenizer, answer_keys=both, **options)
+    assert all(one[name].tolist()[1:] == [end] for one in pairs for name in both)
+
+
+def as_csv(path, rows):
+    path.write_text("prompt,response\n" + "".join(f"{one['prompt']},{one['response']}\n" for one in rows))
+
+
+def as_lines(path, rows):
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def as_chats(path, rows):
+    as_lines(path, [{**one, "response": [{"role": "assistant", "content": one["response"]}]} for one in rows])
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a.csv", as_csv), ("a.jsonl", as_lines), ("b.jsonl", as_chats), ("a.parquet", write_rows)],
+)
+def test_rows_with_an_empty_answer_are_dropped_and_counted(name, write, tokenizer, tmp_path, caplog):
+    rows = [{"prompt": f"{n}+1=", "response": text} for n, text in enumerate(("1", "", "3", ""))]
+    options = {
+        "prompt_key": "prompt",
+        "answer_keys": {"response": "response"},
+        "max_prompt_length": 10,
+        "max_response_length": 6,
+    }
+    write(tmp_path / name, rows)
+    found = AnsweredDataset(tmp_path / name, tokenizer, **options)
+    assert [tokenizer.decode(one["response"][:-1]) for one in found] == ["1", "3"]
+    assert mentions(caplog.text, f"{name}: dropped 2 of 4", "row 1, field response")
+    write(tmp_path / name, rows[1:2])
+    with pytest.raises(DataError, match=naming(f"{name}, row 0, field response", "empty")):
+        AnsweredDataset(tmp_path / name, tokenizer, **options)
+
+
+def test_pairs_with_an_empty_answer_are_dropped_and_counted(tokenizer, caplog):
+    """As in the published Helpful and Harmless dialogues; strop prepare drops them, too."""
+    rows = [{"prompt": "1+1=", "chosen": c, "rejected": r} for c, r in (("", "3"), ("2", "3"), ("2", ""))]
+    options = {"prompt_key": "prompt", "max_prompt_length": 10, "max_response_length": 6}
+    both = {"chosen": "chosen", "rejected": "rejected"}
+    (pair,) = AnsweredDataset(
+        [Rows("a", rows[1:]), Rows("b", rows[:1])], tokenizer, answer_keys=both, **options
+    )
+    assert tokenizer.decode(pair["rejected"][:-1]) == "3"
+    assert mentions(caplog.text, "dropped 2 of 3", "rows:a, row 1, field rejected")
 
 
 def test_answers_that_are_the_same_are_counted_and_refused_in_every_row(tokenizer, tmp_path, caplog):

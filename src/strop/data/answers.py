@@ -51,7 +51,8 @@ class AnsweredDataset:
     after a turn, else the tokenizer's; with ``how.allow_special_tokens`` an answer that has an end gets no
     second one. Where the template ends prompts with ``<think>``, an answer that begins with it loses the tag.
     An answer that is True in a column ``<name>_truncated`` of the files, for example ``chosen_truncated``,
-    was cut when it was generated, and gets no end token.
+    was cut when it was generated, and gets no end token; of a single answer also ``truncated``, as samples of
+    strop have it. A row with an empty answer, which would teach to stop at once, is dropped with a warning.
 
     Prompts may have pictures, as those of ``RLHFDataset``, and answers none.
 
@@ -141,7 +142,7 @@ class AnsweredDataset:
             logger.info("answers end with %s, as turns in the chat template, not with %s", *names)
         for name in answer_keys:
             tokens = self._tokens[name].with_last(end)
-            cut = self._are_cut(name)
+            cut = self._are_cut(f"{name}_truncated", *(["truncated"] if len(answer_keys) == 1 else []))
             if thinks_N.any():
                 self._warn_of_thinking(answer_keys[name], thinks_N & ~cut)
             if how.allow_special_tokens:  # an answer that was rendered beforehand has its end already
@@ -154,7 +155,7 @@ class AnsweredDataset:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
         self.columns: dict[str, Tensor] = {}
         """Further columns of the rows, one entry each, that were computed after they were read."""
-        self._rows = usable_rows(
+        rows = usable_rows(
             self._table,
             {self._columns[name]: tokens for name, tokens in self._tokens.items()},
             {self._columns[name]: (self._limit_key(name), self._limit(name)) for name in self._tokens},
@@ -162,6 +163,7 @@ class AnsweredDataset:
             filter_overlong=filter_overlong,
             filter_key="data.filter_overlong",
         )
+        self._rows = self._with_answers(rows, list(answer_keys.values()))
         if self.pictures is not None:
             check_first(self.pictures, self._table, self._sources)
 
@@ -185,20 +187,48 @@ class AnsweredDataset:
         """Return the distinct values of the column ``data_source``."""
         return set(self._sources)
 
-    def _are_cut(self, name: str) -> np.ndarray:
-        """Return True, bool [N], for rows whose answer was cut when it was generated."""
-        column, files = f"{name}_truncated", ", ".join(self._table.files)
+    def _are_cut(self, *columns: str) -> np.ndarray:
+        """Return True, bool [N], for rows that the first of the ``columns`` that is there marks as cut."""
+        column = next((name for name in columns if name in self._table.names), None)
+        files = ", ".join(self._table.files)
         nowhere = np.zeros(len(self._table), dtype=bool)
-        if column not in self._table.names:
+        if column is None:
             return nowhere
         values = self._table.table.column(column)
         if pa.types.is_null(values.type):
             return nowhere
         if not pa.types.is_boolean(values.type):
-            raise DataError(f"{files}: column {column!r}: expected True or False, found {values.type}")
+            raise DataError(
+                f"{files}: column {column!r} (answers that were cut): expected True or False, found "
+                f"{values.type}; rename it if it says something else"
+            )
         cut = values.fill_null(False).to_numpy()
         logger.info("%s: %s: %d of %d answers get no end token", files, column, cut.sum(), len(cut))
         return cut
+
+    def _with_answers(self, rows: np.ndarray, columns: Sequence[str]) -> np.ndarray:
+        """Return the ``rows`` that have a text in all ``columns``; warn of the others.
+
+        Raises ``DataError`` for the first of them if no row is left.
+        """
+        texts = {column: self._table.table.column(column).cast(pa.large_string()) for column in columns}
+        empty = {
+            column: pc.call_function("equal", [values, pa.scalar("", pa.large_string())]).to_numpy()
+            for column, values in texts.items()
+        }
+        is_empty = np.logical_or.reduce(list(empty.values()))[rows]
+        if not is_empty.any():
+            return rows
+        first, n_empty = int(rows[is_empty][0]), int(is_empty.sum())
+        column = next(column for column, found in empty.items() if found[first])
+        if n_empty == len(rows):
+            raise self._table.error(first, column, f"found an empty answer, as in all {n_empty} rows")
+        logger.warning(
+            "%s: dropped %d of %d rows with an empty answer, which teach to stop at once; first %s, row %d, "
+            "field %s",
+            ", ".join(self._table.files), n_empty, len(rows), *self._table.locate(first), column,
+        )  # fmt: skip
+        return rows[~is_empty]
 
     def _warn_of_thinking(self, column: str, thinks_N: np.ndarray) -> None:
         """Warn of answers in rows ``thinks_N`` that stay in the think block at the end of their prompts."""
