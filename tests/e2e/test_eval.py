@@ -230,6 +230,7 @@ VAL = ("--data", "{}/val.parquet")
     ("arguments", "messages"),
     [
         (("{}/model", "--data", "{}/nothing.parquet"), ["--data: no file", "nothing.parquet"]),
+        (("{}/model", "--data", "a.csv,b.csv"), ["--data: no file a.csv,b.csv", "--data a.csv --data b.csv"]),
         (("{}/nowhere", *VAL), ["MODEL={}/nowhere"]),
         (("{}/model", *VAL, "data.val_batch_size=0"), ["data.val_batch_size: found 0"]),
         (("{}/model", *VAL, "--max-prompt-length", "2"), ["--max-prompt-length is 2"]),

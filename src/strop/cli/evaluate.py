@@ -6,6 +6,7 @@ import argparse
 
 from strop.cli.options import OneReward, add_model, log_to_console, naming_function, naming_options
 from strop.config.backends import ROLLOUTS
+from strop.config.checks.inputs import SEVERAL_FILES
 from strop.config.load import load_config
 from strop.config.schema import Config
 from strop.terminal import literal
@@ -70,6 +71,7 @@ OPTIONS = {
     "custom_reward_function.path": "--reward",
     "trainer.default_local_dir": "--out",
     "trainer.log_val_generations": "--show",
+    SEVERAL_FILES: "--data a.csv --data b.csv",
 }
 """Key -> the argument that sets it; messages name what the user wrote."""
 

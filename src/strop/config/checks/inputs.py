@@ -36,6 +36,7 @@ from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.trainer import KEPT_BY_TIME
 from strop.passed import is_function
 
+SEVERAL_FILES = "[a.csv,b.csv]"
 _MOST_MISSING = 3  # a list of more may be prompts in the place of rows
 
 
@@ -58,7 +59,7 @@ def data_files(config: RootConfig) -> Iterator[Finding]:
                 break
             if hub_split(file) is None:
                 on_hub = f"; on the hub: {file}:train" if hub_split(f"{file}:train") else ""
-                several = "; several files are a list, [a.csv,b.csv]" if set("*?,") & set(file) else ""
+                several = f"; write several files as {SEVERAL_FILES}" if set("*?,") & set(file) else ""
                 hint = several or similar_path(file) or f" (strop prepare makes one from a data set){on_hub}"
                 yield error(f"data.{key}: no file {file}{hint}")
             elif missing_module("datasets"):
