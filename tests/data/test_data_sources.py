@@ -562,7 +562,7 @@ def test_plain_prompts_of_a_base_model_name_the_key_of_a_template(make_tokenizer
     assert "data.chat_template" not in as_set.in_words(make_tokenizer("x"), is_text=True)
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.csv.gz"])
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.csv.gz", "T.CSV.GZ"])
 @pytest.mark.parametrize(
     "values", [("007", "42"), ("1.50", "2"), ("True", "false"), ("2024-01-02", "2024-01-03"), ("NA", "nan")]
 )
@@ -575,7 +575,8 @@ def test_questions_and_answers_of_a_csv_file_are_its_texts(tmp_path, values, nam
         ("null", "1", ""),
     ]
     content = "".join(mark.join(line) + "\n" for line in lines)
-    with gzip.open(tmp_path / name, "wt") if name.endswith(".gz") else (tmp_path / name).open("w") as handle:
+    opened = gzip.open if name.lower().endswith(".gz") else open
+    with opened(tmp_path / name, "wt") as handle:
         handle.write(content)
     dataset = RLHFDataset(tmp_path / name, tokenizer, max_prompt_length=9, answer_key="answer")
     assert [row["prompt"] for row in dataset] == [*values, "null"]
@@ -645,6 +646,19 @@ def test_prepare_table_names_columns_and_keeps_the_others(sources, tmp_path):
     }
     with pytest.raises(DataError, match=naming("no field solution")):
         prepare("table", sources[1], tmp_path / "none", prompt="question", answer="solution")
+
+
+def test_prepare_table_writes_the_same_rows_of_all_sources(sources, tmp_path):
+    def rows_of(source):
+        return pq.read_table(prepare("table", source, tmp_path / "out", prompt="question")["train"].path)
+
+    rows = rows_of(sources[0]).to_pylist()
+    assert [(row["answer"], row["reward_model"]["ground_truth"]) for row in rows] == [
+        ("42", "42"),
+        ("7", "7"),
+    ]
+    for source in sources[1:7]:  # the last is a split of a folder
+        assert rows_of(source).to_pylist() == rows, source
 
 
 def test_views_of_texts_are_texts(tmp_path, tokenizer):

@@ -27,6 +27,8 @@ def write(path, records):
         ("validation.first5000.jsonl", "validation"),
         ("harmless-base.test.jsonl", "test"),
         ("Train.jsonl", "train"),
+        ("TEST.JSONL", "test"),
+        ("test.jsonl?version=1", "test"),
         ("test-00000-of-00002.jsonl", "test"),
         ("gsm8k.dev.jsonl", "validation"),
         ("train_socratic.jsonl", None),
@@ -53,6 +55,78 @@ def test_files_without_a_split_are_one_only_if_no_file_has_one(tmp_path):
     assert read_source(tmp_path, unnamed_split="whole") == {"test": [{"row": 3}]}
     with pytest.raises(DataError, match=naming(".jsonl")):
         read_source(write(tmp_path / "c.txt", [{}]), unnamed_split="whole")
+
+
+def test_a_misspelt_path_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "data" / "saved").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/savd", "data/savd:train"):
+        with pytest.raises(DataError, match=naming(name, "did you mean data/saved?")):
+            read_source(name)
+
+
+def table(source, out, **options):
+    return pq.read_table(prepare("table", source, out, **options)["train"].path).to_pylist()
+
+
+def test_what_was_prepared_is_not_read_as_the_source(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    source = write(tmp_path / "mine.jsonl", rows)
+    assert len(table(tmp_path, tmp_path)) == 1
+    for place in (tmp_path, tmp_path / "train.parquet"):
+        with pytest.raises(DataError, match=naming(tmp_path / "train.parquet", f"--source {place}", "--out")):
+            prepare("table", place, tmp_path)
+    assert len(table(source, tmp_path)) == 1
+    (tmp_path / "train.parquet").unlink()
+    write(tmp_path / "train.jsonl", rows)
+    assert len(table(tmp_path, tmp_path)) == 1
+    with pytest.raises(DataError, match=naming("train.parquet", "--out")):
+        prepare("table", tmp_path, tmp_path)
+
+
+def test_optional_columns_do_not_make_a_file_another_one(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "hint": "x"}]
+    source = write(tmp_path / "train.jsonl", rows)
+    first, again = (table(source, tmp_path / "out") for _ in range(2))
+    assert first == again
+    assert [row["hint"] for row in first] == [None, "x"]
+    write(source, [row | {"level": 1} for row in rows])
+    with pytest.raises(DataError, match=naming("train.parquet exists", "hint", "level", "another folder")):
+        prepare("table", source, tmp_path / "out")
+
+
+def test_a_table_keeps_the_fields_of_its_records_and_says_what_it_leaves_out(tmp_path, caplog):
+    row = {
+        "question": "1+1=",
+        "prompt": "Calculate.",
+        "answer": "2",
+        "extra_info": {"index": 17, "level": 3},
+        "reward_model": {"ground_truth": "3", "tolerance": 0.5},
+    }
+    (found,) = table(write(tmp_path / "a.jsonl", [row]), tmp_path / "a", prompt="question")
+    assert found == {
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "answer": "2",
+        "reward_model": {"style": "rule", "ground_truth": "2", "tolerance": 0.5},
+        "extra_info": {"split": "train", "index": 17, "level": 3},
+    }
+    assert mentions(caplog.text, "column prompt is left out", "--prompt question")
+
+
+@pytest.mark.parametrize("answer", [["2", "two"], {"value": 2}])
+def test_an_answer_may_be_a_list_or_a_record(answer, tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": answer}])
+    (found,) = table(source, tmp_path / "out")
+    assert found["answer"] == found["reward_model"]["ground_truth"] == answer
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("extra_info", "level 3"), ("reward_model", "2"), ("answer", []), ("answer", {})]
+)
+def test_a_record_that_a_table_cannot_hold_is_named(column, value, tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2", column: value}])
+    with pytest.raises(DataError, match=naming("row 0", f"field {column}", repr(value))):
+        prepare("table", source, tmp_path / "out")
 
 
 def test_a_warning_counts_by_reason_and_names_the_first_row(tmp_path, caplog):

@@ -122,14 +122,20 @@ class _Expanding(io.RawIOBase):
 
 def open_data(path: Path) -> io.BufferedReader:
     """Open a data file to read its bytes, which may be compressed."""
-    return io.BufferedReader(_Expanding(path), 2**20) if path.name.endswith(".gz") else path.open("rb")
+    return io.BufferedReader(_Expanding(path), 2**20) if is_compressed(path) else path.open("rb")
+
+
+def is_compressed(path: Path) -> bool:
+    """Return True for a file of gzip by its name, which a query may follow as in URLs."""
+    return path.name.partition("?")[0].lower().endswith(".gz")
 
 
 def json_records(name: str, path: Path) -> Iterator[Located]:
     """Yield the records of JSON lines, or of one JSON list in a file of another name."""
+    are_lines = ".jsonl" in path.name.lower()
     with open_data(path) as lines:
         beginning = lines.peek(1024).removeprefix(b"\xef\xbb\xbf")  # editors on Windows write a mark
-        if ".jsonl" not in path.name and beginning.lstrip().startswith(b"["):
+        if not are_lines and beginning.lstrip().startswith(b"["):
             yield from _json_list(name, lines.read())
             return
         n_records, record = 0, {}
@@ -142,13 +148,13 @@ def json_records(name: str, path: Path) -> Iterator[Located]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # numbers of 4,300 digits, too
-                form = "one object, no comma" if ".jsonl" in path.name else "a list of objects, or one a line"
+                form = "one object, no comma" if are_lines else "a list of objects, or one a line"
                 raise DataError(f"{name}, line {number}: not JSON: {error} (expected {form})") from error
             if not isinstance(record, dict):
                 raise DataError(f"{name}, line {number}: expected an object, found {line:.60}")
             n_records += 1
             yield f"line {number}", record
-        if n_records == 1 and ".jsonl" not in path.name and not any(map(_is_of_a_row, record.values())):
+        if n_records == 1 and not are_lines and not any(map(_is_of_a_row, record.values())):
             raise DataError(f"{name}: found one object with {', '.join(record):.80}, {_NO_ROWS}")
 
 

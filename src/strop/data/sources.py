@@ -30,7 +30,15 @@ import xxhash
 from strop.config.names import is_installed
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, similar_path, with_split
 from strop.data.fetch import local_path
-from strop.data.records import CHUNK_ROWS, json_records, open_data, records_table, table_of, to_rows
+from strop.data.records import (
+    CHUNK_ROWS,
+    is_compressed,
+    json_records,
+    open_data,
+    records_table,
+    table_of,
+    to_rows,
+)
 from strop.errors import DataError, MissingExtraError, raised_as
 from strop.manifest import require_below
 
@@ -416,7 +424,7 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
 
     def read(text_columns: Iterable[str], only: Sequence[str] = ()) -> pa.Table:
         return pyarrow.csv.read_csv(
-            open_data(path) if path.name.endswith(".gz") else path,
+            open_data(path) if is_compressed(path) else path,
             # without threads, errors have a row number; a row must fit into a block
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW),
             # a quoted text may span lines, as solutions do

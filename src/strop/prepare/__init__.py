@@ -10,10 +10,11 @@ A data set is one function, ``(source, **options) -> {split: Split}``; :data:`DA
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,16 +59,20 @@ def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options
     ``save_to_disk``, a hub name for the package ``datasets``, or None for the data set's hub name.
     ``options`` are those of the data set's function.
 
+    A folder that is source and target at once may not have a file with the name of one that is written.
+
     Skips unusable records: a warning has their number, ``out_dir/<split>.rejected.jsonl`` their reasons.
 
     Raises:
-        DataError: an unknown data set or option, an unusable source, a split without a usable record, or a
-            file with other columns in its place.
+        DataError: an unknown data set or option, an unusable source, a split without a usable record, a file
+            of the source that would be replaced, or a file with other columns in its place.
     """
     if is_url(out_dir):
         raise DataError(f"{out_dir}: files are prepared in a folder of this machine; name one, and copy it")
     splits = _function(name, options)(source, **options)
     folder = Path(expand(out_dir))
+    if source is not None and not is_url(source):
+        _require_apart(Path(expand(source)), folder, splits)
     return {split: _write_split(folder, split, records) for split, records in splits.items()}
 
 
@@ -82,6 +87,16 @@ def _function(name: str, options: Mapping[str, Any]) -> Callable[..., dict[str, 
     return function
 
 
+def _require_apart(source: Path, folder: Path, splits: Iterable[str]) -> None:
+    """Raise :class:`DataError` if ``source``, a file or folder, has a file that is written."""
+    for path in (folder / f"{split}.parquet" for split in splits):
+        if path.exists() and source.resolve() in (path.resolve(), path.parent.resolve()):
+            raise DataError(
+                f"{path} belongs to --source {source} and would be replaced: choose another folder for "
+                "--out, or remove that file if an earlier run wrote it"
+            )
+
+
 def _write_split(folder: Path, split: str, records: Split) -> Prepared:
     rows: list[dict[str, Any]] = []
     rejected: list[dict[str, Any]] = []
@@ -94,7 +109,7 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
                 rejected.append({"row": index, "reason": str(error)})
             advance(1)
     # before anything is written: sft, rm and rl files of one data set have the same names
-    _require_same_columns(path, rows)
+    _require_same_columns(path, list(dict.fromkeys(itertools.chain(*rows))))
     _report(folder / f"{split}.rejected.jsonl", split, rejected, len(records.records))
     if not rows:
         reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
@@ -124,18 +139,18 @@ def _storable(name: str, rows: list[dict[str, Any]]) -> pa.Table:
     return table.select(visible_names(table.column_names))
 
 
-def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:
+def _require_same_columns(path: Path, columns: list[str]) -> None:
     """Raise :class:`DataError` if ``path`` is a file with other columns, so for another use."""
-    if not rows or not path.exists():
+    if not columns or not path.exists():
         return
     try:
         there = pq.read_schema(path).names
     except (pa.ArrowException, OSError):  # not a usable file: replace it
         return
-    if set(there) != set(rows[0]):
+    if set(there) != set(columns):
         raise DataError(
             f"{path} exists, with the columns {', '.join(there)}; the new file would have the columns "
-            f"{', '.join(rows[0])}: choose another folder, or remove that file"
+            f"{', '.join(columns)}: choose another folder, or remove that file"
         )
 
 

@@ -45,9 +45,15 @@ def read_source(
             None.
     """
     name = str(source)
-    is_here = is_url(name) or Path(expand(name)).exists() or similar_path(name)
-    if not is_here and (with_split(name) or hub_split(f"{name}:x")):
-        return _read_hub(name, hub_config) if with_split(name) is None else _read_split(name, cache_dir)
+    parts = None if Path(expand(name)).exists() else with_split(name)
+    base = name if parts is None else parts[0]
+    is_here = is_url(base) or Path(expand(base)).exists()
+    if not is_here and (similar := similar_path(base)):
+        raise DataError(f"source {name}: no such file or folder{similar}")
+    if parts is not None:
+        return _read_split(name, cache_dir)
+    if not is_here and hub_split(f"{name}:x"):
+        return _read_hub(name, hub_config)
     path = local_path(name, cache_dir)
     if path.is_file():
         return _read_files(name, [path], unnamed_split, texts)
@@ -57,7 +63,7 @@ def read_source(
         return {_split_of(path.name) or unnamed_split or "train": to_rows(read_table(path))}
     if path.is_dir():
         return _read_files(name, sorted(path.iterdir()), unnamed_split, texts)
-    raise DataError(f"source {name}: no such file or folder{similar_path(name) or ', nor a name on the hub'}")
+    raise DataError(f"source {name}: no such file or folder, nor a name on the hub")
 
 
 def _read_split(name: str, cache_dir: str | Path | None) -> Splits:
@@ -82,10 +88,14 @@ def _read_files(source: str, paths: list[Path], unnamed_split: str | None, texts
 
 
 def _stem_of(path: Path) -> str | None:
-    """Return the name of a data file without its suffix; None for other files and lists of rejects."""
+    """Return the name of a data file without its suffix; None for other files and lists of rejects.
+
+    As where it is read, the suffix may be in capitals, and the query of a URL may follow.
+    """
+    name = path.name.partition("?")[0]
     for suffix in SUFFIXES:
-        if path.name.endswith(suffix):
-            stem = path.name.removesuffix(suffix)
+        if name.lower().endswith(suffix):
+            stem = name[: -len(suffix)]
             return None if stem.endswith(".rejected") else stem
     return None
 
