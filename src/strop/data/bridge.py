@@ -97,7 +97,7 @@ class Bridge:
         if self._render("content", [probe])[0] is None:
             stop, end = self._replaced(probe)
         if end:
-            self._ends[end] = tokenizer.convert_tokens_to_ids(end)
+            self._ends[end] = next(number for number, token in added.items() if str(token) == end)
         self._require("user", ("content",), [probe])
         found, _ = self._render("content", [probe])
         assert found is not None
