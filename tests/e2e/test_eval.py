@@ -240,6 +240,8 @@ VAL = ("--data", "{}/val.parquet")
         (("{}/model", *VAL, "--n", "0"), ["--n: found 0"]),
         (("{}/model", *VAL, "--reward", "{}/length.py:no"), ["--reward={}/length.py", "no function no"]),
         (("{}/model", *VAL, "--out", "{}/done"), ["done", "results.json"]),
+        (("{}/model", *VAL, "--out", "{}/trained"), ["--out={}/trained", "a run", "metrics.jsonl"]),
+        (("{}/model", *VAL, "--out", "{}"), ["--out={}", "a run", "config.yaml"]),
     ],
 )
 def test_mistakes_are_errors_before_a_model_is_loaded(
@@ -252,6 +254,7 @@ def test_mistakes_are_errors_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     (inputs / "done").mkdir(exist_ok=True)
     (inputs / "done" / "results.json").touch()
+    (inputs / "config.yaml").touch()
     assert main(["eval", *(text.format(inputs) for text in arguments), "trainer.device=cpu"]) == 2
     assert mentions(capsys.readouterr().err, *(message.format(inputs) for message in messages))
 
@@ -430,6 +433,18 @@ def test_two_evaluations_at_once_do_not_share_a_folder(inputs, tmp_path, capsys)
         assert pool.submit(main, [*arguments, "--out", str(tmp_path / "out")]).result() == 2
     assert "another run is using this folder" in capsys.readouterr().err
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_run_in_the_folder_of_an_evaluation_moves_its_files_with_their_configuration(tmp_path):
+    for name in ("samples.parquet", "results.json"):
+        (tmp_path / name).touch()
+    folder = RunFolder(tmp_path)
+    folder.archive_previous_run()  # without a configuration they are of somebody else
+    assert (tmp_path / "samples.parquet").exists()
+    (tmp_path / "config.yaml").touch()
+    folder.archive_previous_run()
+    moved = {path.name for path in (tmp_path / "previous_1").iterdir()}
+    assert moved == {"config.yaml", "samples.parquet", "results.json"}
 
 
 def test_a_model_object_is_no_path(inputs):

@@ -276,6 +276,12 @@ def newest_model(folder: Path) -> Path | None:
     return latest_checkpoint(folder)
 
 
+def holds_run(folder: Path) -> str | None:
+    """Return the name of what a run has written to ``folder``, for a message; None if there is nothing."""
+    names = (METRICS_FILE, LATEST, FINAL_MODEL, *map(name_of, saved_steps(folder)), "config.yaml")
+    return next((name for name in names if (folder / name).exists()), None)
+
+
 def iteration_of(source: Path) -> int | None:
     """Return the iteration of a checkpoint, by its name, or of a ``final_model``; None if it is not known."""
     if steps := steps_in([source.name]):

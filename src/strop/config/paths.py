@@ -20,6 +20,8 @@ ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 """Names of the attention layers of most families, for `target_modules`."""
 METRICS_FILE = "metrics.jsonl"
 """Every run folder has it, from the first step on."""
+RESULTS, SAMPLES = "results.json", "samples.parquet"
+"""Files of an evaluation, beside its config.yaml."""
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.checkpoint.folder import model_in
+from strop.checkpoint.folder import holds_run, model_in
 from strop.config.backends import ROLLOUTS
 from strop.config.memory.facts import read_model_facts
 from strop.config.paths import (
+    RESULTS,
+    SAMPLES,
     base_of_adapter,
     expand,
     is_adapter,
@@ -41,7 +43,6 @@ _SCORER = 'ForSequenceClassification"'
 
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
 _CUSTOM = "custom_reward_function"
-RESULTS = "results.json"
 
 
 def evaluate(
@@ -54,25 +55,27 @@ def evaluate(
     ``rows`` in memory are read where ``data.val_files`` has their names.
 
     The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does,
-    ``ConfigError`` if the folder holds an evaluation or another one is writing it, and ``TrainingError`` if a
-    file cannot be written.
+    ``ConfigError`` if the folder holds a run or an evaluation or another one is writing it, and
+    ``TrainingError`` if a file cannot be written.
     """
-    out = Path(config.trainer.default_local_dir)
-    _require_no_results(out)
+    out = Path(expand(config.trainer.default_local_dir))
+    _require_free(out)
     require_valid(config, rows)
     _require_outside(config)
     say_loading()
     from strop.trainer.run_folder import RunFolder, run_lock
 
     with run_lock(RunFolder(out).path):
-        _require_no_results(out)  # of one that was started at the same time
+        _require_free(out)  # another one may have been started at the same time
         return _evaluated(config, rows, out)
 
 
-def _require_no_results(out: Path) -> None:
-    if (out / RESULTS).exists():
+def _require_free(out: Path) -> None:
+    kind, found = ("an evaluation", RESULTS) if (out / RESULTS).exists() else ("a run", holds_run(out))
+    if found is not None:
         raise ConfigError(
-            f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
+            f"trainer.default_local_dir={out}: it holds {kind} ({found}), and config.yaml there would be "
+            "replaced; name another folder"
         )
 
 
@@ -95,9 +98,9 @@ def _evaluated(config: Config, rows: Sequence[Rows], out: Path) -> ValidationRep
     finally:
         trainer.shutdown()
     try:
-        RunFolder(out).write_config(config)
-        write_table(out / "samples.parquet", samples)  # first: the report may fail
+        write_table(out / SAMPLES, samples)  # first: the report may fail
         report = trainer.validator.report(samples, show=config.trainer.log_val_generations)
+        RunFolder(out).write_config(config)
         results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
         atomic_write_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
     except OSError as error:

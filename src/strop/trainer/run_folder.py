@@ -27,7 +27,7 @@ from strop.checkpoint.folder import (
 from strop.checkpoint.hub import HUB_FILE
 from strop.config.identity import others_like
 from strop.config.load import to_yaml
-from strop.config.paths import expand
+from strop.config.paths import RESULTS, SAMPLES, expand
 from strop.config.placement import settled
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, RunFolderError, write_failure
@@ -158,7 +158,9 @@ class RunFolder:
         Half-written checkpoints, which cannot be loaded, are deleted.
         """
         remove_unfinished(self.path)
-        left = [self.path / name for name in (*_RUN_FILES, LATEST)] + list(self.path.glob("global_step_*"))
+        of_evaluation = (RESULTS, SAMPLES) if (self.path / "config.yaml").exists() else ()
+        names = (*_RUN_FILES, LATEST, *of_evaluation)
+        left = [self.path / name for name in names] + list(self.path.glob("global_step_*"))
         left = [path for path in left if path.exists()]
         if [path.name for path in left] not in ([], [_REFERENCE]):  # alone it is of a pass that was stopped
             logger.info("the files of an earlier run in %s are now in %s", self.path, self._archive(left))
