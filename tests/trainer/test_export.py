@@ -358,6 +358,39 @@ def test_of_a_run_folder_the_newest_model_is_taken_or_the_chosen_one(saved, tmp_
         assert mentions(capsys.readouterr().err, *expected)
 
 
+def test_of_a_run_the_model_that_it_publishes_is_exported(saved, tmp_path, capsys):
+    """``final_model`` is whole with ``lora_merge``; checkpoints hold adapters, and weights in float32."""
+    run = tmp_path / "run"
+    shutil.copytree(saved[0] / "global_step_1", run / "global_step_1")
+    (run / "final_model").mkdir()
+    (run / "final_model" / "config.json").write_text("{}")
+    (run / "final_model" / "trainer_state.json").write_text('{"global_step": 1}')
+
+    def exported(name, *options):
+        assert main(["export", str(run), *options, "--out", str(tmp_path / name)]) == 0
+        return {path.name for path in (tmp_path / name).iterdir()}
+
+    final = {"config.json", "trainer_state.json", "manifest.json"}
+    assert exported("newest") == exported("chosen", "--step=1") == final
+    assert {path.name for path in export(run, tmp_path / "in Python").iterdir()} == final
+    assert "model.safetensors" in exported("float32", "--dtype=float32")
+    assert "model.safetensors" in exported("critic", "--role=critic")
+    capsys.readouterr()
+    for options, said in (
+        (["--merge"], ["global_step_1", "nothing to merge"]),
+        (["--role=reward_model"], ["holds no reward_model"]),
+    ):
+        assert main(["export", str(run), *options, "--out", str(tmp_path / "none")]) == 2
+        assert mentions(capsys.readouterr().err, *said)
+
+
+def test_an_exported_adapter_is_said_to_be_one(tmp_path, capsys):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert main(["export", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]) == 0
+    assert mentions(capsys.readouterr().out, "LoRA adapter", "--merge", tmp_path / "out")
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_remote_checkpoint_is_exported_and_only_what_is_needed_is_fetched(
     saved, tmp_path, monkeypatch, step

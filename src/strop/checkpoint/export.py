@@ -73,7 +73,7 @@ def export(
         tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch,
     ):
         building = Path(scratch) / "model"
-        source = _local_role(checkpoint, role, Path(scratch), with_state=dtype is not None)
+        source = _local_role(checkpoint, role, Path(scratch), with_state=dtype is not None, merges=merge)
         exported = source if _is_model(source) else source / "huggingface"
         if merge:
             if not is_adapter(exported):
@@ -122,10 +122,11 @@ def merge_adapter(adapter: Path, out: Path, dtype: str | None = None) -> None:
     write_model(out, model, layout, layout.convert(adapters.merged_from(source)), to)
 
 
-def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state: bool) -> Path:
+def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state: bool, merges: bool) -> Path:
     """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded.
 
-    ``with_state``: with the float32 weights of the state, also where there are exported ones.
+    ``with_state``: with the float32 weights of the state, also where there are exported ones. ``merges``: an
+    adapter is wanted.
     """
     if is_url(checkpoint):
         url, local = str(checkpoint).rstrip("/"), scratch / "checkpoint"
@@ -134,7 +135,7 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state:
         needed = _needed(names, role, with_state=with_state)
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
-    local = source_in(Path(expand(checkpoint)), role=role)
+    local = source_in(Path(expand(checkpoint)), role=role, as_model=not (with_state or merges))
     if _is_model(local):
         require_own_files(local)
         require_unchanged(str(local), local, covering(local), remedy_of(local))

@@ -68,12 +68,18 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest | None:
 
 
 def source_in(
-    path: Path, *, role: str = "actor", step: int | None = None, best: bool = False, as_model: bool = False
+    path: Path,
+    *,
+    role: str | None = "actor",
+    step: int | None = None,
+    best: bool = False,
+    as_model: bool = False,
 ) -> Path:
     """Return what ``path`` stands for: of a run folder the checkpoint or model to take, else itself.
 
     It is the newest one, that of iteration ``step``, or the ``best`` validated one of those that are there.
-    Where both are there it is the checkpoint, which has float32 weights, or with ``as_model`` the model.
+    Where both are there it is the checkpoint, which has float32 weights and adapters that are not merged, or
+    with ``as_model`` the model, which the run publishes. ``role`` None: whichever model the run trains.
 
     Raises ``CheckpointError`` if the run has none such, or ``path`` is no run folder although one is chosen.
     """
@@ -81,7 +87,8 @@ def source_in(
     newest, final = latest_checkpoint(path), path / FINAL_MODEL
     if role != "critic" and newest_model(path) == final:
         iteration = iteration_of(final) or -1
-        if as_model or iteration not in there:
+        saved = there.get(iteration)
+        if saved is None or (as_model and (role is None or (saved / role).is_dir())):
             there[iteration] = newest = final
     if step is None and not best:
         return newest or path
@@ -130,7 +137,7 @@ def model_in(path: Path, *, step: int | None = None, best: bool = False) -> Path
 
     Any other path is returned. Raises ``CheckpointError`` if the model is in shards.
     """
-    source = source_in(path, step=step, best=best, as_model=True)
+    source = source_in(path, role=None, step=step, best=best, as_model=True)
     exported = [folder / "huggingface" for folder in source.glob("*") if folder.name != "critic"]
     model = next(filter(Path.is_dir, exported), source)
     if model != source and not has_weights(model):

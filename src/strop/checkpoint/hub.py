@@ -156,7 +156,7 @@ def model_of(
         if dtype is None and ((source / "config.json").is_file() or is_adapter(source)):
             yield source, iteration_of(source)
             return
-    step = step_of(source) if is_url(source) else iteration_of(Path(source))
+    step = iteration_of(Path(source))
     exported = None if is_url(source) else Path(source) / role / "huggingface"
     if dtype is None and exported is not None and has_weights(exported):
         yield exported, step
@@ -168,11 +168,6 @@ def model_of(
 
     with tempfile.TemporaryDirectory(prefix=".upload-", dir=parent) as scratch:
         yield export(source, Path(scratch) / "model", role=role, dtype=dtype), step
-
-
-def step_of(checkpoint: str | Path) -> int | None:
-    """Return the iteration in the name of a ``global_step_N`` folder or URL; None for another name."""
-    return iteration_of(Path(str(checkpoint).rstrip("/").rpartition("/")[2]))
 
 
 def run_folder_of(source: str | Path) -> Path | None:
@@ -212,7 +207,7 @@ def push(
     opened = (
         model_of(source, role=role, dtype=dtype)
         if model is None
-        else contextlib.nullcontext((model, step_of(source)))
+        else contextlib.nullcontext((model, iteration_of(Path(source))))
     )
     with opened as (found, step):
         done = upload(found, to, run_folder=folder, step=step)

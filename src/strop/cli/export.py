@@ -7,7 +7,7 @@ from pathlib import Path
 
 from strop.checkpoint.folder import source_in
 from strop.cli.options import add_choice_of_iteration
-from strop.config.paths import expand, is_url, runs_near
+from strop.config.paths import expand, is_adapter, is_url, runs_near
 from strop.errors import CheckpointError, ConfigError
 
 
@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_url(source):
         if not Path(expand(source)).exists():
             raise CheckpointError(f"{source}: no such folder{runs_near(source)}")
-        which = {"step": arguments.step, "best": arguments.best}
+        as_published = arguments.dtype is None and not arguments.merge
+        which = {"step": arguments.step, "best": arguments.best, "as_model": as_published}
         source = str(source_in(Path(expand(source)), role=arguments.role, **which))
     if arguments.out is not None:
         from strop.checkpoint.export import export
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             merge=arguments.merge,
         )
-        print(f"model in {model}")
+        kind = "LoRA adapter (with --merge: a whole model)" if is_adapter(model) else "model"
+        print(f"{kind} in {model}")
     if arguments.push is not None:
         from strop.checkpoint.hub import push
 
