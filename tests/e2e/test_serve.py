@@ -35,6 +35,7 @@ from strop.trainer.serve import _Handler, _texts_of, serving
 import picture_models
 import tiny_model
 from byte_tokenizer import STOP, byte_tokenizer
+from messages import naming
 
 HI = [{"role": "user", "content": "Hi 42"}]
 TOOLS = [
@@ -463,6 +464,19 @@ def test_the_key_is_that_of_the_environment_else_a_new_one(
     expected = said + (f"{found[0]}\n" if said == "key: " else "")
     assert capsys.readouterr().out.endswith(f"(Ctrl-C ends)\n{expected}")
     assert found == [token] or len(found[0]) == 32
+
+
+def test_warnings_are_logged_before_the_model_is_loaded(model, monkeypatch, caplog):
+    def instead(*_, **__):
+        raise ConfigError("; ".join(caplog.messages))
+
+    monkeypatch.setattr("strop.trainer.serve.serving", instead)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    arguments = parser.parse_args([str(model), f"{val}.n=2", f"{val}.temperature=0"])
+    with caplog.at_level("INFO", "strop"), pytest.raises(ConfigError, match=naming("warning:", f"{val}.n=2")):
+        command.run(arguments)
 
 
 def test_the_iteration_of_a_run_folder_is_that_of_the_options(model, monkeypatch):

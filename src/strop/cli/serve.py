@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
 
@@ -22,6 +23,8 @@ from strop.config.schema import Config
 from strop.errors import MissingExtraError
 from strop.trainer.commands import say_loading
 from strop.trainer.evaluation import settings
+
+logger = logging.getLogger(__name__)
 
 _TOKEN = "STROP_SERVE_TOKEN"
 _LONGEST, _UNKNOWN = 32768, 4096
@@ -50,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtraError("aiohttp", "agents", "strop serve")
     with naming_options(_NAMES):
         config = config_from(arguments)
-        check(config).raise_errors()
+        check(config).report(logger)
     say_loading()
     from strop.trainer.serve import serving
 
