@@ -155,7 +155,7 @@ def test_every_group_that_is_trained_on_differs_and_a_killed_run_resumes(inputs,
         assert all(a != b for a, b in zip(scores[::2], scores[1::2], strict=True))
         assert line["filter/batches"] >= 1
         tokens = sum(len(row["response_ids"]) for row in rows)
-        assert line["filter/generated_tokens"] - line["filter/dropped_tokens"] >= tokens - 4 * 16
+        assert line["filter/generated_tokens"] - line["filter/tokens_dropped"] >= tokens - 4 * 16
         seen += [row["uid"] for row in rows[::2]]
     assert len(set(seen)) == len(seen)
     assert seen == sorted(seen, key=lambda uid: tuple(map(int, uid.split("-"))))

@@ -159,7 +159,7 @@ class GroupFilter:
             "filter/batches": float(counts["batches"]),
             "filter/kept_groups": counts["kept"] / counts["groups"],
             "filter/generated_tokens": float(counts["tokens"]),
-            "filter/dropped_tokens": float(counts["dropped_tokens"]),
+            "filter/tokens_dropped": float(counts["dropped_tokens"]),
             "filter/groups_carried_over": len(rest) / self.n,
         }
         taken.meta_info["rollout_metrics"] = self._rollout
