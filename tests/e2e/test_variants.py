@@ -8,6 +8,7 @@ import torch
 
 from strop import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, RewardManager
 from strop.config.load import load_config
+from strop.config.placement import pools_of
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import ConfigError, ModelError
@@ -294,6 +295,27 @@ def test_a_missing_role_is_a_configuration_error_before_any_worker(
             ray_worker_group_cls=LocalWorkerGroup,
             reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
         )
+
+
+@pytest.mark.parametrize("policy", [Role.ActorRollout, Role.ActorRolloutRef])
+def test_checks_are_of_the_processes_in_the_pools_of_a_program(inputs, tmp_path, policy):
+    """A program may read the default of ``trainer.n_gpus_per_node``, 8, on a machine without GPUs."""
+    tokenizer, roles = load_tokenizer(inputs / "model"), (policy, Role.RefPolicy, Role.Critic)
+
+    def trainer(*processes):
+        return RayPPOTrainer(
+            config=load_config(overrides(inputs, tmp_path)),
+            tokenizer=tokenizer,
+            role_worker_mapping=dict.fromkeys(roles, ActorRolloutRefWorker),
+            resource_pool_manager=ResourcePoolManager({"all": processes}, dict.fromkeys(roles, "all")),
+            ray_worker_group_cls=LocalWorkerGroup,
+            reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
+        )
+
+    assert trainer(1).config.trainer.resource_pools == {}
+    assert pools_of(trainer(2, 2).config) == {"all": [2, 2]}
+    with pytest.raises(ConfigError, match=naming("ppo_mini_batch_size=4", "3 ranks")):  # 4 x 2 samples
+        trainer(3)
 
 
 def test_actor_rollout_and_reference_can_be_one_role(inputs, plain, tmp_path):

@@ -23,11 +23,13 @@ from strop.config.checks.pictures import require_pictures
 from strop.config.identity import Change
 from strop.config.load import as_config
 from strop.config.memory.choices import with_values
+from strop.config.placement import Placement
 from strop.config.roles import (
     has_reward,
     has_teacher_role,
     loads_policy,
     reference_is_the_actor,
+    roles_of,
     teacher_is_the_actor,
     uses_reference,
 )
@@ -79,6 +81,24 @@ TEACHER = "Teacher"
 
 def _in_words(role: Any) -> str:
     return f"Role.{role.name}" if isinstance(role, Role) else role
+
+
+def _with_pools(config: Config, manager: ResourcePoolManager) -> Config:
+    """Return the configuration with a program's own pools, if a role has more or fewer processes in them.
+
+    Checks, batch plan and forecast are then of the processes that are started.
+    """
+    placed = {name_of(role): pool for role, pool in manager.mapping.items()}
+    placed.setdefault("ActorRollout", placed.get("ActorRolloutRef", ""))
+    placed = {role: placed[role] for role in roles_of(config) if placed.get(role)}
+    pools = {name: list(manager.pools[name].processes_per_node) for name in placed.values()}
+    try:
+        ranks = Placement.from_config(config).ranks
+    except ConfigError:  # reported by ``check``
+        return config
+    if all(ranks(role) == sum(pools[name]) for role, name in placed.items()):
+        return config
+    return with_values(config, {"trainer.resource_pools": pools, "trainer.placement": placed})
 
 
 class RayPPOTrainer(VerlNames):
@@ -133,7 +153,7 @@ class RayPPOTrainer(VerlNames):
         environments: Environments | None = None,
         program: Program | None = None,
     ) -> None:
-        self.config = as_config(config)
+        self.config = _with_pools(as_config(config), resource_pool_manager)
         self.tokenizer = tokenizer
         self.role_worker_mapping = dict(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
