@@ -84,7 +84,7 @@ def test_check_reports_all_errors_of_a_stage_at_once(inputs, tmp_path, capsys):
 
     values = ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "algorithm.adv_estimator=gea")
     assert mentions(check("trainer.sed=1", "data.train_batch_size=x"), "trainer.sed", "data.train_batch_size")
-    assert mentions(check(*values), "1 error", "gea")
+    assert mentions(check(*values), "2 errors", "ppo_mini_batch_size=3", "=8", "nearest: 2, 4", "gea")
     (tmp_path / "empty.parquet").touch()
     files = [f"data.{key}={tmp_path}/empty.parquet" for key in ("train_files", "val_files")]
     printed = check(*files, "reward_model.reward_kwargs.kind=1", "trainer.total_training_steps=1")

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.batch_plan import BatchPlan, MicroBatchSize, resolve_micro_batch
-from strop.config.checks.check import check
-from strop.config.load import load_config
+from strop.config.load import load_config, load_tree
+from strop.config.trees import PPO
 from strop.errors import ConfigError
+from strop.trainer.commands import fitted
 
-from messages import Message, mentions, naming
+from builders import write_prompts
+from messages import Message, naming
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 CRITIC = "critic.ppo_mini_batch_size"
@@ -90,6 +92,14 @@ def test_the_number_of_iterations():
 @pytest.mark.parametrize(
     ("overrides", "ranks", "rows", "parts"),
     [
+        (["data.train_batch_size=256", f"{MINI}=100"], 1, None, [f"{MINI}=100", "=256", "nearest: 64, 128"]),
+        (["data.train_batch_size=800", f"{MINI}=256"], 8, None, [f"{MINI}=256", "=800", "nearest: 200, 400"]),
+        (
+            ["data.train_batch_size=800", f"{CRITIC}=300"],
+            1,
+            None,
+            [f"{CRITIC}=300", "=800", "nearest: 200, 400"],
+        ),
         (["data.train_batch_size=256", f"{MINI}=300"], 1, None, [f"{MINI}=300", "=256", "nearest: 256"]),
         (["data.train_batch_size=256", f"{CRITIC}=300"], 1, None, [f"{CRITIC}=300", "=256", "nearest: 256"]),
         (
@@ -120,15 +130,31 @@ def test_all_wrong_sizes_are_reported_at_once():
     assert len(found) == 5
 
 
-def test_a_mini_batch_that_does_not_divide_leaves_a_smaller_last_one():
-    found = plan("data.train_batch_size=800", f"{MINI}=256", "actor_rollout_ref.rollout.n=5", ranks=8)
-    assert (found.actor.mini_batches, found.actor.optimizer_steps) == (4, 4)  # 256, 256, 256, 32
-    assert (found.actor.samples_per_mini_batch, found.actor.samples_in_last) == (1280, 160)
-    config = load_config(["data.train_batch_size=800", f"{MINI}=256"])
-    [line] = [line for line in check(config).warnings if line.startswith(MINI)]
-    assert mentions(line, "=256", "=800", "the last of 4", "32 prompts", "nearest: 200, 400")
-    apart = check(load_config(["data.train_batch_size=800", f"{MINI}=400", f"{CRITIC}=300"])).warnings
-    assert [line.partition("=")[0] for line in apart if "does not divide" in line] == [CRITIC]
+@pytest.mark.parametrize(
+    ("prompts", "mini", "ranks"), [(800, 160, 32), (1000, 200, 8), (300, 300, 4), (257, 257, 1), (40, 40, 8)]
+)
+def test_a_default_mini_batch_becomes_one_near_it_that_divides(prompts, mini, ranks):
+    actor = plan(f"data.train_batch_size={prompts}", ranks=ranks).actor
+    assert actor.samples_per_mini_batch == mini
+    assert actor.mini_batches * mini == prompts
+
+
+@pytest.mark.parametrize(
+    ("rows", "written", "batch"),
+    [
+        (100, [], 32),
+        (20, [], 20),
+        (100, [f"{MINI}=64"], 64),
+        (100, [f"{MINI}=12"], 24),
+        (100, [f"{MINI}=8", f"{CRITIC}=12"], 24),
+        (30, [f"{MINI}=12"], 24),
+        (10, [f"{MINI}=12"], 10),  # an error: no batch of these rows is one of 12
+    ],
+)
+def test_a_default_batch_of_few_rows_is_one_that_written_mini_batches_divide(tmp_path, rows, written, batch):
+    values = [f"data.train_files={write_prompts(tmp_path / 'train.parquet', rows)}", *written]
+    config = fitted(lambda defaults: load_tree(PPO, values, defaults=defaults)).config
+    assert config.data.train_batch_size == batch
 
 
 def test_a_deprecated_size_is_divided_by_the_ranks():
@@ -219,6 +245,6 @@ def test_the_default_mini_batch_is_at_most_the_batch():
     sizes = ("data.train_batch_size=40", "actor_rollout_ref.rollout.name=hf")
     config = load_config(sizes)
     assert (config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size) == (40, 40)
-    assert load_config(["data.train_batch_size=500"]).actor_rollout_ref.actor.ppo_mini_batch_size == 256
+    assert load_config(["data.train_batch_size=512"]).actor_rollout_ref.actor.ppo_mini_batch_size == 256
     given = load_config([*sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=41"])
     assert given.actor_rollout_ref.actor.ppo_mini_batch_size == 41

@@ -300,7 +300,7 @@ def test_every_value_has_an_author(folder):
     batch, mini_batch = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     assert (batch, mini_batch) == (64, 64)
     assert PPO.author(load_config(["data.train_batch_size=64"]), MINI_BATCH) == (
-        "derived: at most data.train_batch_size"
+        "derived: divides data.train_batch_size"
     )
 
 

@@ -463,15 +463,13 @@ def _rows(title: str, rows: Mapping[str, str], *, caption: str | None = None) ->
 
 
 def _update_rows(name: str, update: UpdatePlan, config: Config) -> dict[str, str]:
-    steps, samples = f"{update.optimizer_steps:,}", f"{update.samples_per_mini_batch:,}"
-    if update.samples_in_last < update.samples_per_mini_batch:
-        samples += f"; the last {update.samples_in_last:,}"
+    steps = f"{update.optimizer_steps:,}"
     ranks = "rank" if update.sharing == 1 else f"{update.sharing} ranks"
     micro_batches = _micro_batches(update, config, MICRO_BATCHES[name])
     return {
         f"{name}: optimizer steps per iteration": f"{steps} = {update.mini_batches:,} mini-batches x "
         f"{update.epochs} ppo_epochs",
-        f"{name}: samples in a mini-batch": samples,
+        f"{name}: samples in a mini-batch": f"{update.samples_per_mini_batch:,}",
         f"{name}: micro-batches of a mini-batch, on each {ranks}": micro_batches,
     }
 

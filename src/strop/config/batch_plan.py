@@ -210,8 +210,6 @@ class UpdatePlan(ForwardPlan):
     """Mini-batches in one epoch."""
     samples_per_mini_batch: int
     """Samples over all ranks."""
-    samples_in_last: int
-    """Samples in the last mini-batch of an epoch: fewer where mini-batches do not divide the samples."""
     sharing: int
     """Ranks that share a sequence, and with it samples and micro-batches."""
 
@@ -315,12 +313,12 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
     ranks, groups = ranks_of_pass(name), _groups(config, name, ranks_of_pass)
     actors = config.actor_rollout_ref.actor.ppo_mini_batch_size, _groups(config, "actor", ranks_of_pass)
     reported = not is_actor and (mini, groups) == actors  # the actor's line says the same
-    if (mini > prompts or mini * n % groups) and not reported:
+    if (prompts % mini or mini * n % groups) and not reported:
         working = [size for size in divisors(prompts) if size * n % groups == 0]
         shares = f"{ranks} ranks" if groups == ranks else f"{groups} groups of {ranks // groups} ranks"
         wrong = (
-            f"is more than data.train_batch_size={prompts}"
-            if mini > prompts
+            f"does not divide data.train_batch_size={prompts}"
+            if prompts % mini
             else f"x actor_rollout_ref.rollout.n={n} does not divide over {shares}"
         )
         problems.append(f"{key}={mini} {wrong} ({nearest_in_words(mini, working)})")
@@ -334,9 +332,8 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
         samples_per_rank=mini * n // groups,
         micro_batch=micro_batch,
         epochs=section.ppo_epochs,
-        mini_batches=-(-prompts // mini),
+        mini_batches=prompts // mini,
         samples_per_mini_batch=mini * n,
-        samples_in_last=(prompts % mini or mini) * n,
         sharing=ranks // groups,
     )
 

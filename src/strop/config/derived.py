@@ -5,6 +5,7 @@ Every step returns new values. ``load`` runs the steps in order.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 
 from strop.config.batch_plan import MICRO_BATCHES, SUPERVISED_MICRO_BATCH
 from strop.config.identity import default_name, value_in
+from strop.config.keys import divisors
 from strop.config.memory.facts import read_model_facts
 from strop.config.paths import expand
 from strop.config.placement import automatic_rollout
@@ -183,13 +185,16 @@ def replace_deprecated(values: Values, tree: Tree) -> Values:
 
 
 def fit_mini_batch(values: Values, tree: Tree) -> Values:
-    """Lower the default mini-batch to the prompts of an iteration: it is never more than these."""
+    """Replace a default mini-batch that does not divide the prompts of an iteration by one that does."""
     prompts, default = values.select("data.train_batch_size"), values.select(_MINI_BATCH)
     if _MINI_BATCH in values.written or not isinstance(prompts, int) or not isinstance(default, int):
         return values
-    if not 0 < prompts < default:
+    if prompts <= 0 or default <= 0 or prompts % default == 0:
         return values
-    return values.derived({_MINI_BATCH: prompts}, "at most data.train_batch_size")
+    shared = math.gcd(prompts, default)  # a multiple of it divides over ranks as the default does
+    sizes = [size for size in divisors(prompts) if size % shared == 0]
+    size = min(sizes, key=lambda size: max(size / default, default / size))
+    return values.derived({_MINI_BATCH: size}, "divides data.train_batch_size")
 
 
 def usual_rate(parameters: int | None, model: ModelConfig) -> float:

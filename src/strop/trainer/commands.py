@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-_BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+_BATCH = "data.train_batch_size"
+_MINI_BATCHES = ("actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
 _SMALL_BATCH = 32
 _WARM_UPS = ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.critic_warmup")
 
@@ -60,10 +62,10 @@ def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ())
     config, found, words = load({}), dict[str, Any](), ""
     data, size = outline(config, rows), config.data.train_batch_size
     if data.train_rows is not None and data.train_rows < size:
-        mini_batch = 0
-        if isinstance(config, Config) and _MINI_BATCH in (config.written or ()):
-            mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-        found[_BATCH] = min(data.train_rows, max(_SMALL_BATCH, mini_batch))
+        written = [key for key in _MINI_BATCHES if key in (config.written or ())]
+        step = math.lcm(*(value_at(config, key) for key in written))
+        rows_used = min(data.train_rows, max(_SMALL_BATCH, step))
+        found[_BATCH] = rows_used - rows_used % step or rows_used
         config = load(found)
         if (now := config.data.train_batch_size) != size:  # else the user's own
             words = f"{_BATCH}={now}: the default of {size} is more than the {data.train_rows} training rows"

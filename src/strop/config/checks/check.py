@@ -126,7 +126,6 @@ RULES: tuple[Rule, ...] = (
     learning.without_reward,
     learning.teachers,
     learning.scaled_kl,
-    learning.mini_batches,
     learning.filtered_groups,
     learning.sampling,
     learning.old_samples,

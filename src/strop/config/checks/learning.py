@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 from strop.config.backends import ROLLOUTS
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.derived import USUAL_ALPHA, usual_rate
-from strop.config.keys import divisors, nearest_in_words
 from strop.config.memory.facts import read_model_facts
 from strop.config.names import (
     OPTIONAL_PACKAGES,
@@ -179,21 +178,6 @@ def learning_rate(config: RootConfig) -> Iterator[Finding]:
             f"{update_key}.optim.lr={rate:g} is {found.format(of_model)} at that rate; "
             f"try {update_key}.optim.lr={usual:.0e}{warm_up}"
         )
-
-
-def mini_batches(config: Config) -> Iterator[Finding]:
-    """Warn of a last mini-batch with fewer samples, whose optimizer step counts as much as the others."""
-    prompts, actor = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    sizes = {f"{_ACTOR}.ppo_mini_batch_size": actor}
-    if uses_critic(config) and config.critic.ppo_mini_batch_size != actor:
-        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
-    for key, size in sizes.items():
-        if size < prompts and prompts % size and not config.trainer.val_only:
-            yield warning(
-                f"{key}={size} does not divide data.train_batch_size={prompts}: the last of "
-                f"{-(-prompts // size)} mini-batches has {prompts % size} prompts, and an optimizer step as "
-                f"long as the others ({nearest_in_words(size, divisors(prompts))})"
-            )
 
 
 def filtered_groups(config: Config) -> Iterator[Finding]:
