@@ -19,7 +19,7 @@ from strop.config.checks.supervised import OptimizerSteps
 from strop.config.load import load_config, load_tree
 from strop.config.names import estimators, needs_critic, policy_losses
 from strop.config.roles import critic_tokenizer, tokenizer_paths
-from strop.config.trees import DPO, REWARD_MODELLING, SFT
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 
 from messages import Message, mentions, naming
@@ -88,6 +88,39 @@ def test_names_and_parameters_are_those_that_are_registered():
         parameters = {name: frozenset(signature(f).parameters) for name, f in registered.items()}
         assert read == parameters
     assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
+
+
+OWN = """\
+import no_such_package
+
+def centred(rewards, response_mask, scale=2.0, values=None): ...
+def by_group(rewards, response_mask, *, uid, lam): ...
+def with_critic(rewards, values, response_mask): ...
+@no_such_package.cached
+def decorated(rewards, response_mask): ...
+"""
+
+
+def test_the_inputs_of_an_own_estimator_are_read_from_its_file(report, tmp_path, monkeypatch):
+    (tmp_path / "my_estimators.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {}
+    for name in ("centred", "by_group", "with_critic", "decorated", "missing"):
+        own = f"my_estimators:{name}"
+        result = report(f"algorithm.adv_estimator={own}", "critic.optim.lr=1e-4")
+        idle = any(
+            "no effect without a critic" in line and "critic.optim.lr" in line for line in result.warnings
+        )
+        found[name] = needs_critic(own), idle, [line for line in result.errors if "n >= 2" in line]
+    assert found.pop("by_group") == (False, True, [Message(f"{ROLLOUT}.n=1", "my_estimators:by_group")])
+    assert found == {
+        "centred": (False, True, []),
+        "with_critic": (True, False, []),
+        "decorated": (True, False, []),  # a decorator may change the parameters
+        "missing": (True, False, []),
+    }
+    (tmp_path / "my_estimators.py").write_text(OWN.replace("values=None", "values"))
+    assert needs_critic("my_estimators.centred")  # the file has changed
 
 
 @pytest.mark.parametrize(
@@ -223,6 +256,32 @@ def test_low_rates_of_adapters_are_those_of_weights_times_a_factor(report, tmp_p
     (line,) = doubts(report(f"{weights}=1e-4", adapters))
     assert mentions(line, f"{weights}=0.0001 is low", "LoRA", "0.133 million", f"{weights}=2e-03")
     assert doubts(report(f"{weights}=2e-3", adapters)) == []
+
+
+def test_a_reference_that_lacks_the_adapter_that_is_trained_further_is_named(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text(
+        "def alone(chosen_log_prob, rejected_log_prob, ref_chosen_log_prob=None): ...\n"
+        "def beside(chosen_log_prob, ref_chosen_log_prob, ref_rejected_log_prob): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = "actor_rollout_ref.model"
+    for tree, key, warns, *options in (
+        (DPO, "model", True),
+        (DPO, "model", False, "update.loss=simpo"),
+        (DPO, "model", False, "update.loss=my_losses:alone"),
+        (DPO, "model", True, "update.loss=my_losses:beside"),
+        (SFT, "model", False),
+        (PPO, policy, True),
+        (PPO, policy, True, "algorithm.kl_ctrl.kl_coef=0", f"{ACTOR}.use_kl_loss=True"),
+        (PPO, policy, False, "algorithm.kl_ctrl.kl_coef=0"),
+        (PPO, policy, False, "trainer.val_only=True"),
+    ):
+        given = [f"{key}.path=the/base", f"{key}.lora_adapter_path={tmp_path}/sft", *options]
+        lines = [line for line in check(load_tree(tree, given)).warnings if "the reference is" in line]
+        assert len(lines) == warns, (tree.name, options)
+        assert not warns or mentions(lines[0], f"{key}.path=the/base", f"export {tmp_path}/sft --merge")
+        lora = [f"{key}.path=the/base", f"{key}.lora_rank=8", *options]  # starts as the base model
+        assert not any("the reference is" in line for line in check(load_tree(tree, lora)).warnings)
 
 
 @pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING, DPO])

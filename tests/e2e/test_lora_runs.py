@@ -177,3 +177,4 @@ def test_wrong_adapters_are_found_before_a_model_is_loaded(inputs, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
     errors = problems(inputs, f"{ACTOR}.path={tmp_path / 'adapter'}")[0]
     assert any(f"{ACTOR}.path=the/base" in line and "lora_adapter_path" in line for line in errors)
+    assert any("strop dpo is then that base model" in line for line in errors)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -140,15 +142,54 @@ def is_installed(package: str) -> bool:
 
 
 def inputs_of(estimator: str, unknown: Collection[str] = ()) -> Collection[str]:
-    """Return the inputs of an estimator that is built in or passed by the program; ``unknown`` of others."""
-    if estimator not in PASSED:
-        return estimators().get(estimator, unknown)
-    parameters = inspect.signature(PASSED[estimator]).parameters.values()
-    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    """Return the inputs of an estimator, see ``_inputs``; ``unknown`` of one that is not found here."""
+    return _inputs(estimator, estimators(), unknown)
+
+
+def needs_reference(preference_loss: str) -> bool:
+    """Return True if a preference loss takes log-probs of a reference; one that is not found here counts."""
+    found = _inputs(preference_loss, preference_losses(), ("ref_chosen_log_prob",))
+    return any(name.startswith("ref_") for name in found)
+
+
+def _inputs(name: str, built_in: Mapping[str, Collection[str]], unknown: Collection[str]) -> Collection[str]:
+    """Return the parameters of a built-in function, or those without a default of the user's.
+
+    That is a function of the program, or one at an import path, whose module is parsed: ``unknown`` if it
+    defines no such function, or a decorated one.
+    """
+    if name in PASSED:
+        parameters = inspect.signature(PASSED[name]).parameters.values()
+        return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    if name in built_in or not is_import_path(name):
+        return built_in.get(name, unknown)
+    file, function = defining_file(name), re.split("[.:]", name)[-1]
+    if file is None or not os.path.isfile(file):  # a module may lie in a zip file
+        return unknown
+    return _required_in(file, os.stat(file).st_mtime_ns).get(function, unknown)
+
+
+@cache
+def _required_in(file: str, _changed: int) -> dict[str, frozenset[str]]:
+    """Return the parameters without a default of the functions that a module defines without a decorator."""
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # the latter: null bytes
+        return {}
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            own, by_name = node.args.posonlyargs + node.args.args, node.args.kwonlyargs
+            required = own[: len(own) - len(node.args.defaults)]
+            required += [
+                one for one, default in zip(by_name, node.args.kw_defaults, strict=True) if not default
+            ]
+            found[node.name] = frozenset(parameter.arg for parameter in required)
+    return found
 
 
 def needs_critic(adv_estimator: str) -> bool:
-    """Return True if the estimator takes values; one by its import path is not known here, and counts."""
+    """Return True if the estimator takes values; one that is not found here counts."""
     return "values" in inputs_of(adv_estimator, ("values",))
 
 

@@ -195,7 +195,8 @@ def instead_of_adapter(key: str, path: str | Path) -> str:
     base = base_of_adapter(Path(path))
     further = (
         f". To train it further, set {key}={base or 'its base model'} and "
-        f"{key.removesuffix('path')}lora_adapter_path={path}"
+        f"{key.removesuffix('path')}lora_adapter_path={path}; the reference of a KL or of strop dpo is then "
+        "that base model alone"
     )
     if key.startswith(("reward_model.", "teacher.")):  # it is not trained
         further = ""

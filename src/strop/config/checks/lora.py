@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.config.checks.finding import Finding, error
+from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.learning import trained_models
 from strop.config.memory.facts import read_config_file, read_model_facts, trained_whole
-from strop.config.names import is_installed
+from strop.config.names import is_installed, needs_reference
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url, similar_path
-from strop.config.schema import RootConfig
-from strop.config.schema.supervised import RewardModellingConfig
+from strop.config.roles import uses_reference
+from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig
 
 
 def adapters(config: RootConfig) -> Iterator[Finding]:
@@ -30,6 +31,12 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
                 "quantized weights (QLoRA) are not supported; set the path to the unquantized model"
             )
         yield from _folder(key, model.lora_adapter_path)
+        if model.lora_adapter_path is not None and _has_reference(config, key):
+            yield warning(
+                f"{given}: the reference is {key}.path={model.path} without that adapter. For one with it, "
+                f"merge it (strop export {model.lora_adapter_path} --merge --out FOLDER), and set "
+                f"{key}.path=FOLDER with {key}.lora_rank in place of lora_adapter_path"
+            )
         has_head = key == "critic.model" or isinstance(config, RewardModellingConfig)
         for end in model.modules_to_save if model.lora_adapter_path is None else ():
             if trained_whole(model.path, end) == {} and not (has_head and "score".endswith(end)):
@@ -43,6 +50,13 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
                 f"{given} with {key}.target_modules=all-linear: {key}.path={model.path} has routed experts, "
                 f"which cannot have adapters; name other layers, for example {key}.target_modules={ATTENTION}"
             )
+
+
+def _has_reference(config: RootConfig, key: str) -> bool:
+    """Return True if the model at ``key`` is compared with a reference."""
+    if isinstance(config, Config):
+        return key == "actor_rollout_ref.model" and uses_reference(config)
+    return isinstance(config, PreferenceConfig) and needs_reference(config.update.loss)
 
 
 def _folder(key: str, path: str | None) -> Iterator[Finding]:
