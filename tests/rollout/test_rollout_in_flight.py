@@ -314,6 +314,41 @@ def test_what_was_in_flight_must_fit_what_is_admitted(number, changes, message):
         loading.restore(saving.in_flight())
 
 
+def in_flight_of_ranks(rank: int | None, params: SamplingParams) -> InFlight:
+    """Batch 1 of two ranks, of 2 prompts and of 1, on one of them; None: of the second one alone."""
+    whole = batch_of(1, params.n)
+    parts = [whole[:2], whole[2:]]
+    return InFlight(parts[1], params) if rank is None else InFlight(parts[rank], params, parts, rank)
+
+
+def test_ranks_that_generate_together_save_their_own_samples_and_restore_all():
+    params = params_of(n=2)
+    saving = [in_flight_of_ranks(rank, params) for rank in (0, 1)]
+    new = Samples(
+        torch.arange(12).view(6, 2) + 40, torch.full((6, 2), -0.5), torch.full((6,), 2), torch.ones(6).bool()
+    )
+    for batch in saving:  # in lockstep, all samples on each
+        batch.add(torch.arange(6), new, 3)
+    states = [batch.state() for batch in saving]
+    assert [state["tokens"].tolist() for state in states] == [
+        [[40, 41], [42, 43], [44, 45], [46, 47]],
+        [[48, 49], [50, 51]],
+    ]
+    alone = in_flight_of_ranks(None, params)  # each rank with an engine
+    alone.restore(states[1])
+    assert [alone.ids(row) for row in range(2)] == [[48, 49], [50, 51]]
+    states[1] = alone.state()
+    for rank, batch in enumerate(in_flight_of_ranks(rank, params) for rank in (0, 1)):
+        batch.restore(states[rank])
+        batch.restore_others(lambda own: states)
+        assert [batch.ids(row) for row in range(6)] == new.tokens.tolist()
+        assert batch.versions[:, :3].tolist() == [[3, 3, -1]] * 6
+    whole = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+    old = in_flight_of_ranks(1, params)
+    old.restore(whole)  # as version 0.1.0 saved it
+    assert [old.ids(row) for row in range(6)] == new.tokens.tolist()
+
+
 def test_the_rows_of_sessions_have_what_each_token_follows_and_count_their_stop_tokens():
     row = row_of([Call(PROMPT, [], [9, EOS]), Call(PROMPT, [], [8, EOS]), Call(0, [7], [EOS, 6])])
     ids = [*row.ids, 5]  # undefined from the length on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.checkpoint.record import RECORD, record_of, require_same_run
+from strop.checkpoint.record import RECORD, changed_samples, record_of, require_same_run
 from strop.checkpoint.store import Checkpoints
 from strop.config.load import load_config
 from strop.errors import ConfigError
@@ -96,6 +96,20 @@ def test_a_run_goes_on_with_another_parallelism_of_its_reward_in_the_same_folder
     nameless = [option for option in options if "default_local_dir" not in option]
     folders = {load_config([*nameless, *more]).trainer.default_local_dir for more in ([], [change])}
     assert len(folders) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ("algorithm.adv_estimator=remax", ["algorithm.adv_estimator"]),
+        ("actor_rollout_ref.rollout.n=5", ["actor_rollout_ref.rollout.n"]),
+        ("actor_rollout_ref.rollout.name=hf", []),
+    ],
+)
+def test_samples_in_flight_are_generated_again_where_they_are_of_other_keys(options, change, keys):
+    options = [*options, "algorithm.adv_estimator=grpo"]
+    before, config = record_of(load_config(options)), load_config([*options, change])
+    assert [one.key for one in changed_samples(before, record_of(config), config)] == keys
 
 
 def saved_by_0_1_0(options):

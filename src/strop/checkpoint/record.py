@@ -41,6 +41,7 @@ RECORD = "run"
 _OF_SAMPLES = (
     *("trainer.async_steps", "trainer.seed", "data.train_batch_size", "data.shuffle"),
     *("data.max_prompt_length", "data.max_response_length", "actor_rollout_ref.rollout.n"),
+    "algorithm.adv_estimator",  # those of ReMax have the scores of greedy responses
 )
 """Keys that samples in flight depend on, besides those that decide what is trained."""
 _MODULES = "modules"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -289,47 +289,65 @@ class InFlight:
         return DataProto({name: column.clone() for name, column in columns.items()})
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the samples, without unused columns, as tensors and plain values."""
-        longest = int(self.lengths.max())
-        columns = {name: getattr(self, name)[:, :longest].clone() for name in _COLUMNS}
-        columns |= {name: getattr(self, name).clone() for name in _ROWS}
+        """Return a copy of this rank's samples, without unused columns, as tensors and plain values."""
+        own, prompts = self.own, self._prompts_of(self.own)
+        longest = int(self.lengths[own].max())
+        columns = {name: getattr(self, name)[own, :longest].clone() for name in _COLUMNS}
+        columns |= {name: getattr(self, name)[own].clone() for name in _ROWS}
         if self.images_at is not None:
-            columns |= {"images_at": self.images_at[:, :longest].clone(), "files": packed_files(self.files)}
+            columns |= {"images_at": self.images_at[own, :longest].clone(), "files": packed_files(self.files)}
         if self.turn_length is None:
             return columns
-        prompts = [ids.tolist() for ids in self.prompt_ids]
-        return {**columns, "prompts": prompts, "records": list(map(dataclasses.asdict, self.records))}
+        ids = [ids.tolist() for ids in self.prompt_ids[prompts]]
+        return {**columns, "prompts": ids, "records": list(map(dataclasses.asdict, self.records[own]))}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state``.
+    def restore(self, state: Mapping[str, Any], own: slice | None = None) -> None:
+        """Continue from a ``state`` of this rank, or of the one that has the rows ``own``.
 
         Raises ``CheckpointError`` if it is not of as many samples, is longer, or an environment's ``reset``
         returned other texts for the prompts.
         """
         rows, longest = state["tokens"].shape
-        if rows != len(self.lengths) or longest > self.params.max_tokens:
+        if own is None:  # version 0.1.0 saved the samples of all ranks
+            own = slice(0, rows) if rows == len(self.lengths) else self.own
+        expected = own.stop - own.start
+        if rows != expected or longest > self.params.max_tokens:
             raise CheckpointError(
-                f"the samples in flight are {rows} of up to {longest} tokens, expected {len(self.lengths)} "
+                f"the samples in flight are {rows} of up to {longest} tokens, expected {expected} "
                 f"of at most {self.params.max_tokens}: resume with the rollout processes, batch size, "
                 "rollout.n and response length of the run that saved them"
             )
         for name in _COLUMNS:
-            getattr(self, name)[:, :longest] = state[name]
+            getattr(self, name)[own, :longest] = state[name]
         for name in _ROWS:
             if name in state:  # checkpoints from before there were turns lack two
-                getattr(self, name).copy_(state[name])
+                getattr(self, name)[own] = state[name]
         if self.images_at is not None and "images_at" in state:
-            self.images_at[:, :longest], self.files = state["images_at"], unpacked_files(state["files"])
+            self.images_at[own, :longest] = state["images_at"]
+            self.files |= unpacked_files(state["files"])
         if self.turn_length is not None:
-            self.records = [Record.of(saved) for saved in state["records"]]
-            for number, (ids, saved) in enumerate(zip(self.prompt_ids, state["prompts"], strict=True)):
+            self.records[own] = [Record.of(saved) for saved in state["records"]]
+            prompts = self._prompts_of(own)
+            pairs = zip(self.prompt_ids[prompts], state["prompts"], strict=True)
+            for number, (ids, saved) in enumerate(pairs, start=prompts.start):
                 if ids.tolist() != saved:
                     raise CheckpointError(
                         f"prompt {number} of a batch in flight is another one than before: the text that an "
                         "environment's reset returns must follow from row and seed alone"
                     )
-        for row in range(rows):
+        for row in range(own.start, own.stop):
             self._seed_turn(row)
+
+    def restore_others(self, gather: Gather) -> None:
+        """Continue from the samples of the other ranks, too, which have restored theirs. Collective."""
+        first = 0
+        for part in gather(self.state()):
+            last = first + len(part["lengths"])
+            self.restore(part, slice(first, last))
+            first = last
+
+    def _prompts_of(self, rows: slice) -> slice:
+        return slice(rows.start // self.params.n, rows.stop // self.params.n)
 
 
 def with_files(images_at: Tensor, files: Sequence[Mapping[int, Picture]]) -> DataProto:
@@ -415,6 +433,9 @@ class Queue(Generic[Batch]):
                 f"batch {number} was admitted after batch {queued[-1]} of {queued}; admit them in order, once"
             )
         self._batches[number] = batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches.values())
 
     def from_oldest(self, number: int) -> list[Batch]:
         """Return all batches; ``TrainingError`` if ``number`` is not the oldest."""

@@ -192,6 +192,12 @@ class VLLMRollout(QueuedRollout):
         batch.prompt_ids, batch.ended = [*itertools.chain(*prompt_ids)], torch.cat(ended)
         return batch
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``RolloutEngine.restore``. Each rank has saved its own samples. Collective."""
+        together(partial(super().restore, state), gathered)
+        for batch in self._queue:
+            batch.restore_others(gathered)
+
     @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
         """Generate until the first of ``batches`` is complete; the samples of the others queue behind it.
