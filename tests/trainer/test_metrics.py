@@ -148,6 +148,16 @@ def test_sampler_metrics_compare_probabilities_of_real_tokens(batch):
     assert found["training/rollout_probs_diff_max"] == pytest.approx(difference, rel=1e-5)
 
 
+def test_sampler_metrics_of_the_newest_version_leave_older_tokens_out(batch):
+    batch.batch["rollout_versions"] = torch.tensor([[3, 3, 4], [3, -1, -1]])
+    found = sampler_metrics(batch)
+    assert found["training/rollout_probs_diff_max/newest"] == 0
+    assert found["training/rollout_effective_sample_size/newest"] == 1
+    assert found["training/rollout_probs_diff_max"] > 0.2  # of the token of version 3 in the second row
+    batch.batch["rollout_versions"] = torch.tensor([[3, 3, 3], [3, -1, -1]])  # all are the newest
+    assert not [name for name in sampler_metrics(batch) if name.endswith("/newest")]
+
+
 def _records(**changes):
     first = {"pg_loss": 1.0, "pg_clipfrac": 0.5, "grad_norm": 2.0, "lr": 1e-3, "skipped_steps": 0.0}
     second = {"pg_loss": 4.0, "pg_clipfrac": 0.0, "grad_norm": 4.0, "lr": 5e-4, "skipped_steps": 0.0}
