@@ -17,7 +17,7 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.rollout.http import start
-from strop.rollout.http.kind import KIND, proxy_of, read_urls, transfer_folder
+from strop.rollout.http.kind import KIND, proxy_of, read_urls, transfer_folder, variables_of
 
 from fake_vllm import FakeVLLM
 from messages import naming
@@ -146,6 +146,16 @@ def test_a_proxy_with_a_login_is_named_by_a_variable(monkeypatch):
     assert proxy_of(config.actor_rollout_ref.rollout.http) == "http://me:hidden@h:1"
     assert "proxy" not in findings("actor_rollout_ref.rollout.http.proxy=OUR_PROXY")
     assert proxy_of(SimpleNamespace(proxy="http://h:1")) == "http://h:1"
+
+
+def test_variables_that_keys_of_servers_name_are_handed_on(monkeypatch):
+    for name in ("OUR_PROXY", "OF_OURS", "OF_THE_TEACHER", "ANOTHER"):
+        monkeypatch.setenv(name, f"value of {name}")
+    named = ["actor_rollout_ref.rollout.http.proxy=OUR_PROXY", "teacher.token_env=OF_THE_TEACHER"]
+    assert variables_of(load_config([HTTP, *named, "actor_rollout_ref.rollout.http.token_env=OF_OURS"])) == {
+        name: f"value of {name}" for name in ("OUR_PROXY", "OF_OURS", "OF_THE_TEACHER")
+    }
+    assert variables_of(load_config([HTTP, "actor_rollout_ref.rollout.http.proxy=http://h:1"])) == {}
 
 
 def test_the_first_errors_of_a_servers_log_are_shown_before_its_end(tmp_path, monkeypatch):

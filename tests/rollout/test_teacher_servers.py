@@ -45,6 +45,17 @@ def test_servers_judge_by_the_log_prob_of_each_token(tmp_path, monkeypatch):
         assert row["teacher_log_prob"] == pytest.approx(told(server, row), abs=1e-3)
 
 
+def test_a_worker_that_started_without_the_variable_of_a_token_gets_it(tmp_path, monkeypatch, ray_session):
+    inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19, token="secret-4711")
+    monkeypatch.setenv("OF_THE_TEACHER", "secret-4711")  # after Ray, whose workers do not have it
+    keys = (*ALONE, f"teacher.servers=[{server.url}]", "teacher.token_env=OF_THE_TEACHER")
+    options = runs.overrides(inputs, tmp_path / "run", *keys, "trainer.worker_group=ray")
+    runs.train([*options, "actor_rollout_ref.rollout.http.patience_s=20"]).shutdown()
+    assert all("teacher_log_prob" in row for row in rows_of(tmp_path / "run"))
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [content for content in written if b"secret-4711" in content]
+
+
 def test_of_two_data_sources_a_server_judges_one_and_a_model_the_other(tmp_path):
     inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19)
     tiny_model.save(inputs / "teacher", hidden=48, seed=5)

@@ -50,6 +50,7 @@ from strop.errors import ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
+from strop.rollout.http.kind import variables_of
 from strop.terminal import printable
 from strop.tracking.samples import HiddenTokensWarning, samples_table, write_table
 from strop.tracking.thumbnails import Thumbnails
@@ -230,6 +231,10 @@ class RayPPOTrainer(VerlNames):
             self.rollout.set_environments(self.environments)
         if self.program is not None:
             self.rollout.set_program(self.program)
+        if variables := variables_of(config):
+            for group in (self.rollout, self.teacher):
+                if hasattr(group, "set_variables"):  # a worker of one's own may lack it
+                    group.set_variables(variables)
         for name, group in self.groups.items():
             if self._max_pictures and name not in self.own_groups:
                 group.set_pictures(self._max_pictures, self.image_processor)
@@ -374,7 +379,7 @@ class RayPPOTrainer(VerlNames):
             versions = is_sampled * (self.weights.version + 1) - 1
             batch = batch.union(DataProto({"rollout_versions": versions}))
         if self.ppo.trains_actor(iteration):
-            # in the critic's warm-up the rollout keeps its weights, and none are sent
+            # the same in the critic's warm-up: only a copy that ``release`` has freed is then sent again
             self.weights.version = iteration
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)

@@ -366,6 +366,14 @@ class RoleWorker(Worker[Config]):
         is_critic = role is Role.Critic
         self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
 
+    @register(Dispatch.ONE_TO_ALL)
+    def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables that keys name; call it before ``init_model``.
+
+        A process of a cluster that was joined has those of its node, not the run's.
+        """
+        os.environ.update(variables)
+
     def strategy_section(self) -> Any:
         """Return the strategy's section of this role's model."""
         passes = {Role.Critic: "critic", Role.RewardModel: "reward_model", Role.RefPolicy: "ref"}

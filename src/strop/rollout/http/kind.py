@@ -189,6 +189,13 @@ def proxy_of(settings: Any) -> str | None:
     return given if given is None or "://" in given else os.environ.get(given)
 
 
+def variables_of(config: Any) -> dict[str, str]:
+    """Return the environment variables, set here, that keys of the servers of rollout and teacher name."""
+    http = config.actor_rollout_ref.rollout.http
+    named = filter(None, (http.token_env, http.proxy, config.teacher.token_env))
+    return {name: os.environ[name] for name in named if name in os.environ}
+
+
 def transfer_folder(config: Any) -> Path | None:
     """Return the folder of sealed weights; None: they stay in memory, for servers of this machine."""
     rollout = config.actor_rollout_ref.rollout
