@@ -42,6 +42,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 class StropError(Exception):
     """The base class of all errors of strop."""
 
+    is_final: bool = True
+    """A retry would fail the same way."""
+
 
 class ConfigError(StropError, ValueError):
     """One or more configuration keys are wrong; ``problems`` holds one line for each."""
@@ -83,12 +86,18 @@ class TrainingError(StropError, RuntimeError):
     """The run cannot go on: for example a reward that is not a number."""
 
 
+class LostServersError(TrainingError):
+    """Too few servers answer; they, or others, may answer a retry."""
+
+    is_final = False
+
+
 class RunFolderError(TrainingError):
     """The run folder was removed, or may be used by another run: nothing more is written there."""
 
 
 class WorkerError(StropError, RuntimeError):
-    """A worker's process died, raised or hung; ``is_final``: a retry would fail the same way."""
+    """A worker's process died, raised or hung."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         self.is_final = is_final

@@ -182,6 +182,13 @@ def test_an_exception_arrives_by_name_even_if_it_cannot_be_pickled(fault, found,
     assert ("    raise " in str(caught.value)) is not is_final  # the place of an error that is not strop's
 
 
+def test_a_restart_may_find_the_servers_that_a_worker_lacks():
+    group = ray_group(pools(main=[1])[0], "Rollout")
+    with pytest.raises(WorkerError, match=naming("LostServersError: 1 is needed")) as caught:
+        group.fail(0, "lost servers")
+    assert not caught.value.is_final
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_children_of_a_worker_end_with_it(fails):
     group = ray_group(pools(main=[1])[0], "Critic")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.controller.ray.group import RayWorkerGroup
-from strop.errors import MissingExtraError, ModelError
+from strop.errors import LostServersError, MissingExtraError, ModelError
 from strop.protocol import DataProto
 
 
@@ -171,6 +171,8 @@ class ToyWorker:
                     raise ZeroDivisionError("no such number")
                 case "our error":
                     raise ModelError("the folder has no weights")
+                case "lost servers":
+                    raise LostServersError("1 is needed")
                 case "missing package":
                     raise MissingExtraError("wonder", "all", "this")
                 case "more arguments":

@@ -67,8 +67,9 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        """True for errors that strop raises deliberately: a restart would fail in the same way."""
-        return isinstance(self.error, RayTaskError) and isinstance(self.error.cause, StropError)
+        """True for errors that strop raises deliberately, of which a restart would fail in the same way."""
+        cause = self.error.cause if isinstance(self.error, RayTaskError) else None
+        return isinstance(cause, StropError) and cause.is_final
 
     def describe(self, lines: str) -> str:
         """Return the error message."""

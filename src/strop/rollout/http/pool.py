@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from strop.errors import ConfigError, ModelError, TrainingError
+from strop.errors import ConfigError, LostServersError, ModelError, TrainingError
 from strop.listening import LOOPBACK
 from strop.rollout.http.kind import proxy_of, read_urls
 from strop.rollout.http.sealed import SealedWeights
@@ -110,7 +110,7 @@ class Pool:
     async def open(self) -> None:
         """Wait for the servers that the run starts, and for ``min_servers`` of those that are given.
 
-        Raises ``ConfigError`` for one with other settings, ``TrainingError`` if too few answer in time.
+        Raises ``ConfigError`` for one with other settings, ``LostServersError`` if too few answer in time.
         """
         self._read_urls()
         self._left_at = time.monotonic()
@@ -301,9 +301,9 @@ class Pool:
             await asyncio.sleep(_AGAIN_S)
 
     def _require_patience(self, needed: int) -> None:
-        """Raise ``TrainingError`` if the last server has left for ``patience_s``."""
+        """Raise ``LostServersError`` if the last server has left for ``patience_s``."""
         if time.monotonic() - self._left_at > self._settings.patience_s:
-            raise TrainingError(
+            raise LostServersError(
                 f"{self._name}: {len(self.live)} servers answer, {needed} are needed (min_servers="
                 f"{self._settings.min_servers}), for {self._settings.patience_s:.0f} s: {self._reasons()}"
             )
