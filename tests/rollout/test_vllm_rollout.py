@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import GptOssConfig, GptOssForCausalLM, PhimoeConfig
 
 from strop.errors import ConfigError, ModelError
+from strop.models.folder import load_model_config
 from strop.rollout.base import SamplingParams
 from strop.rollout.vllm.keys import SamplingConfig
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums
@@ -18,6 +19,7 @@ from messages import mentions, naming
 from outside import require_vllm
 from tiny_lms import (
     EOS,
+    FAMILIES,
     full_log_probs,
     greedy_of_transformers,
     prompts_of,
@@ -279,6 +281,20 @@ def test_settings_that_vllm_computes_otherwise_are_refused(other):
     setattr(config, name, value)
     found = why_unsupported(config, "cpu")
     assert all(word in found for word in (computed, f"{name}={value}", "rollout.name=hf"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_server_has_the_facts_of_the_runs_model(family, tmp_path):
+    from vllm.transformers_utils.config import get_config
+
+    from strop.rollout.http.wire import differences
+    from strop.rollout.vllm.arguments import model_facts
+
+    FAMILIES[family]().save_pretrained(tmp_path)
+    run = {"max_model_len": 64, **model_facts(load_model_config(tmp_path))}
+    server = {"max_model_len": 64, **model_facts(get_config(tmp_path, trust_remote_code=False))}
+    assert differences(server, run) == []
+    assert len(server.keys() & run.keys()) > 10
 
 
 @pytest.mark.slow

@@ -206,7 +206,10 @@ def transfer_folder(config: Any) -> Path | None:
 
 
 def expected_facts(config: Any, dtype: str | None = None) -> dict[str, Any]:
-    """Return the facts that every server must have, but for those of the model; ``dtype`` None: unknown."""
+    """Return the facts that every server must have, but for those of the model.
+
+    ``dtype``: that of the weights, which are not quantized; None: unknown, with the servers' own weights.
+    """
     data, rollout = config.data, config.actor_rollout_ref.rollout
     reads_text = rollout.stop or rollout.bad_words or rollout.structured_outputs
     return {
@@ -217,7 +220,7 @@ def expected_facts(config: Any, dtype: str | None = None) -> dict[str, Any]:
         "cuts_prompts_on_a_cpu": False,
         "compiles_on_a_cpu": False,  # its log-probs differ from those of other servers, in the last bits
         **({"reads_text": True} if reads_text else {}),
-        **({"dtype": dtype} if dtype else {}),
+        **({"dtype": dtype, "quantization": None} if dtype else {}),
     }
 
 

@@ -219,11 +219,24 @@ class VLLMWire:
 def differences(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Sequence[str]:
     """Return in words what differs in a server from what the run ``expected`` of it."""
     most = min(facts["max_model_len"], expected["max_model_len"])  # a longer one does no harm
-    return [
-        f"{name} is {facts[name]!r}, expected {value!r}"
-        for name, value in expected.items()
-        if {**facts, "max_model_len": most}.get(name, value) != value
-    ]
+    found = {**facts, "max_model_len": most}
+    pairs = ((name, found.get(name, value), value) for name, value in expected.items())
+    return [*filter(None, (_first_difference(*pair) for pair in pairs))]
+
+
+def _first_difference(name: str, found: Any, expected: Any) -> str:
+    """Return in words the first difference of two values of JSON; "" if they are equal."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        names = {**expected, **found}
+        if "model_type" in expected:  # a part of a model: another version of transformers has other keys
+            names = [key for key in expected if key in found]
+        parts = [(f"{name}.{key}", found.get(key), expected.get(key)) for key in names]
+    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        pairs = zip(found, expected, strict=True)
+        parts = [(f"{name}.{place}", *pair) for place, pair in enumerate(pairs)]
+    else:
+        return "" if found == expected else f"{name} is {found!r}, expected {expected!r}"
+    return next(filter(None, (_first_difference(*part) for part in parts)), "")
 
 
 def facts_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from strop.config.memory.facts import facts_of_loaded
 from strop.config.names import SEEN_BOTH_WAYS
+from strop.models.folder import is_dropout
 from strop.models.heads import reads_pictures
 from strop.models.loader import dtype_named
 from strop.rollout.base import MANY, RolloutSpec, Samples
@@ -28,8 +30,11 @@ from strop.rollout.vllm.kind import (
     tensor_parallel_size,
 )
 
-_NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Entries of a model's configuration that say nothing of its numbers."""
+_NOT_COMPARED = frozenset((
+    "_name_or_path", "architectures", "auto_map", "dtype", "id2label", "label2id", "tie_word_embeddings",
+    "torch_dtype", "transformers_version", "use_cache",
+))  # fmt: skip
+"""Entries of a model's configuration that say nothing of its numbers; ``model_facts`` has ties."""
 FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
     "generation_config": "vllm",  # ignore the folder's sampling defaults
@@ -171,12 +176,30 @@ def vocabulary_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def model_facts(config: Any) -> dict[str, Any]:
-    """Return the plain numbers, texts and truth values of a model's configuration that affect its results."""
-    return {
-        f"model.{name}": value
-        for name, value in config.to_dict().items()
-        if isinstance(value, bool | int | float | str)
-        and name not in _NOT_COMPARED
-        and not name.endswith("_token_id")
-    }
+def model_facts(config: Any, *, is_tied: bool = False) -> dict[str, Any]:
+    """Return what of a model's configuration affects its results, in values of JSON, as facts of a server.
+
+    ``is_tied``: its word embeddings are tied, though vLLM, which found a copy of them, has changed that.
+    """
+    values = config.to_dict()
+    ties = {"model.tie_word_embeddings": is_tied or bool(values.get("tie_word_embeddings"))}
+    return ties | {f"model.{name}": value for name, value in _in_json(values).items()}
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # 0: off, for which vLLM writes None
+        parts = {
+            str(name): part or None if name == "sliding_window" else part for name, part in value.items()
+        }
+        return {name: _in_json(part) for name, part in parts.items() if _is_compared(name, part)}
+    if isinstance(value, list | tuple):
+        return [_in_json(part) for part in value if _is_compared("", part)]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def _is_compared(name: str, value: Any) -> bool:
+    is_json = value is None or isinstance(value, Mapping | list | tuple | str | int | float)
+    # a run computes without dropout, and no server has any
+    is_beside = name in _NOT_COMPARED or name.endswith("_token_id") or is_dropout(name, value)
+    return is_json and not is_beside

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ from strop.rollout.transfer.broadcast import received_file
 from strop.rollout.vllm.arguments import model_facts, vocabulary_digest, why_unsupported
 from strop.rollout.vllm.held import held_checksums
 from strop.rollout.vllm.settings import InProcessUpdate, InProcessWeightTransfer
+
+_STARTED = secrets.token_hex(8)
+"""By which a run sees that a server was started again."""
 
 
 @dataclass
@@ -82,7 +86,9 @@ class Extension:
         device = self.vllm_config.device_config.device_type
         on_cpu = device == "cpu"
         return {
-            **model_facts(model.hf_config),
+            **model_facts(model.hf_config, is_tied=model.word_embeddings_untied_by_checkpoint),
+            "started": _STARTED,
+            "quantization": model.quantization,
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": str(model.logprobs_mode),
             "max_model_len": model.max_model_len,
