@@ -64,7 +64,11 @@ class Connection:
         try:
             # of the environment only certificates: a proxy for the internet is none for these servers
             transport = httpx2.AsyncHTTPTransport(
-                verify=verify, limits=limits, trust_env=False, uds=socket, proxy=proxy
+                verify=verify,
+                limits=limits,
+                trust_env=False,
+                uds=socket,
+                proxy=None if socket else proxy,  # which httpx2 would take instead of the socket
             )
         except ImportError as error:
             raise ConfigError(f"{url}: http.proxy: {error}") from None

@@ -28,6 +28,7 @@ import tiny_model
 GENERATE = "/inference/v1/generate"
 FACTS = {
     "dtype": "float32",
+    "quantization": None,
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
     "max_model_len": 64,
@@ -71,6 +72,7 @@ class FakeVLLM:
 
     def start(self) -> None:
         self.version, self.checksums, self.paused, self._pending = "default", {}, False, None
+        self.facts["started"] = random.SystemRandom().random()
         self._open: set[asyncio.StreamWriter] = set()
         self._in(self._serve())
 

@@ -35,7 +35,7 @@ import tiny_model
 from fake_vllm import FACTS, GENERATE
 from tiny_lms import EOS, PAD, tiny_lm
 
-COMPARED = ("dtype", "logprobs_mode", "generation_config", "max_model_len", "unsupported")
+COMPARED = ("dtype", "quantization", "logprobs_mode", "generation_config", "max_model_len", "unsupported")
 EXPECTED = {name: FACTS[name] for name in COMPARED}
 SETTINGS = {
     "min_servers": 1,
@@ -56,6 +56,7 @@ def rollout_on(
     folder: Any = None,
     token: Any = None,
     slots: int = 8,
+    fixed_slots: bool = False,
     own: Any = (),
     broadcasts: bool = False,
     **given: Any,
@@ -78,6 +79,7 @@ def rollout_on(
         ),
         dtype=torch.float32,
         slots=slots,
+        fixed_slots=fixed_slots,
         pad_token_id=PAD,
         eos_token_ids=[EOS],
         hidden_token_ids=[EOS],

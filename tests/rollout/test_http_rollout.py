@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
+import json
 import random
 import resource
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +21,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from transformers import GPT2Config, MistralConfig, Qwen2Config, Qwen2MoeConfig
 
-from strop.errors import ConfigError, ModelError, TrainingError
+from strop.connection import Connection
+from strop.controller.threads import PoolThread
+from strop.errors import ConfigError, LostServersError, ModelError, TrainingError
 from strop.rollout.base import SamplingParams
 from strop.rollout.http import engine, pool
 from strop.rollout.http.clock import due
+from strop.rollout.http.engine import HTTPRollout
+from strop.rollout.http.wire import Request, differences
+from strop.rollout.vllm.arguments import model_facts
 from strop.rollout.weights import checksums
 
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
-from http_rollouts import counts, episodes_of, kill_amid, rollout_on
+from http_rollouts import EXPECTED, SETTINGS, counts, episodes_of, kill_amid, rollout_on
 from messages import naming
-from tiny_lms import EOS, prompts_of, response_ids, tiny_lm
+from tiny_lms import EOS, PAD, prompts_of, response_ids, tiny_lm
 
 PARAMS = SamplingParams(max_tokens=12, n=4, stop_token_ids=(7,))
 
@@ -246,6 +255,14 @@ def test_fewer_slots_begin_later_batches_later(monkeypatch):
     assert progress[0] > progress[1] > progress[2] == 0
 
 
+def test_slots_of_a_resume_are_those_of_the_run_unless_they_are_set():
+    state = {"batches": {}, "slots": 3}
+    for is_set, slots in ((False, 3), (True, 8)):
+        rollout = rollout_on(FakeVLLM(), slots=8, fixed_slots=is_set)
+        rollout.restore(state)
+        assert rollout.in_flight()["slots"] == slots
+
+
 @given(
     oldest=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     later=st.lists(st.integers(1, 12), max_size=6),
@@ -320,6 +337,62 @@ def test_a_server_started_again_between_two_batches_is_noticed_by_its_version(al
     assert server.checksums
 
 
+def restarted(server, **facts):
+    """Have the server started again, with other facts."""
+    server.kill()
+    server.facts |= facts
+    server.start()
+    server.seen.clear()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_started_again_while_nothing_runs_is_compared_and_verified_again(alone, impatient):
+    wrong, right, other = (FakeVLLM() for _ in range(3))
+    rollout = rollout_on(wrong, right, other)
+    restarted(wrong, logprobs_mode="raw_logprobs")
+    restarted(right)
+    rollout.update_weights(tiny_lm("qwen2").named_parameters())
+    assert equal(batch(rollout), alone)
+    wait_for(lambda: len(rollout._pool.live) == 2 and "raw_logprobs" in str(rollout._pool.out))
+    assert {server.url for server in rollout._pool.live} == {right.url, other.url}
+    assert right.bodies("/collective_rpc")[-1] == {"method": "strop_checksums"}
+    assert right.checksums == other.checksums
+    assert not {GENERATE, "/update_weights"} & {*wrong.paths()}
+    assert counts(rollout)["weights/joins"] == 1
+
+
+def test_a_server_started_again_before_the_first_transfer_is_compared_again():
+    server = FakeVLLM()
+    servers = pool.Pool(SimpleNamespace(**SETTINGS, urls=[server.url]), EXPECTED, 61, None)
+    thread = pool.PoolThread(servers)
+    (joined,) = servers.live
+    thread.run(servers.lose_others())
+    assert servers.live == [joined]
+    restarted(server)
+    thread.run(servers.lose_others())
+    assert servers.live == []
+    wait_for(lambda: servers.live)
+    thread.close()
+
+
+def test_evaluated_servers_that_were_started_again_are_compared_before_the_next_batch(impatient):
+    server = FakeVLLM()
+    settings = SimpleNamespace(**SETTINGS | {"patience_s": 1.0}, urls=[server.url])
+    servers = pool.Pool(settings, EXPECTED, 61, None, keeps_weights=True)
+    rollout = HTTPRollout(None, servers, dtype=torch.float32, slots=8, pad_token_id=PAD, eos_token_ids=[EOS])
+    batch(rollout)
+    restarted(server, logprobs_mode="raw_logprobs")
+    with pytest.raises(LostServersError, match=naming(server.url, "logprobs_mode is 'raw_logprobs'")):
+        batch(rollout)
+    assert not server.bodies()
+
+
 def test_a_started_server_that_refuses_weights_is_not_sent_them_again_and_again():
     server, other = FakeVLLM(), FakeVLLM()
     own = SimpleNamespace(
@@ -353,8 +426,9 @@ def test_all_servers_gone_is_an_error_that_names_them():
     server = FakeVLLM()
     rollout = rollout_on(server, patience_s=0.5)
     server.kill()
-    with pytest.raises(TrainingError, match=naming("min_servers=1", server.url)):
+    with pytest.raises(LostServersError, match=naming("min_servers=1", server.url)) as raised:
         batch(rollout)
+    assert not raised.value.is_final  # on Ray trainer.max_restarts applies
 
 
 @pytest.mark.parametrize("failing", [GENERATE, "/update_weights"])
@@ -478,6 +552,71 @@ def test_a_server_with_other_settings_is_refused_by_name(facts, named):
         rollout_on(FakeVLLM(), FakeVLLM(**facts))
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TEXT = {"model_type": "some_text", "layer_types": ["full_attention", "full_attention"]}
+MIXED = {**TEXT, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "expected", "said"),
+    [
+        (
+            *("rope_parameters", {**ROPE, "rope_theta": 5e5}, ROPE),
+            "model.rope_parameters.rope_theta is 500000.0, expected 10000.0",
+        ),
+        (
+            *("rope_parameters", {**ROPE, "factor": 4.0}, ROPE),
+            "model.rope_parameters.factor is 4.0, expected None",
+        ),
+        (
+            *("text_config", MIXED, TEXT),
+            "model.text_config.layer_types.1 is 'sliding_attention', expected 'full_attention'",
+        ),
+        ("layer_types", None, ["full_attention"], "model.layer_types is None, expected ['full_attention']"),
+        ("sliding_window", 128, None, "model.sliding_window is 128, expected None"),
+    ],
+)
+def test_a_difference_anywhere_in_a_model_is_named_with_both_values(name, found, expected, said):
+    facts, run = ({"max_model_len": 64, f"model.{name}": value} for value in (found, expected))
+    assert differences(facts, run) == [said]
+
+
+def test_what_says_nothing_of_a_models_numbers_is_not_compared():
+    given = {"n_layer": 2, "n_head": 2, "n_embd": 8}
+    run = GPT2Config(**given, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, dtype="float32")
+    server = GPT2Config(**given, dtype="bfloat16", use_cache=False, id2label={0: "yes"}, unsloth_version="1")
+    server.tie_word_embeddings, server.layer_norm_epsilon = False, float("inf")
+    # as a server sends them
+    facts = json.loads(json.dumps(model_facts(server, is_tied=True), allow_nan=False))
+    (found,) = differences({"max_model_len": 64, **facts}, {"max_model_len": 64, **model_facts(run)})
+    assert found == "model.layer_norm_epsilon is 'inf', expected 1e-05"
+
+
+def test_no_window_is_none_as_vllm_writes_it():
+    assert Qwen2MoeConfig().sliding_window == 0
+    assert model_facts(Qwen2MoeConfig())["model.sliding_window"] is None
+    assert model_facts(MistralConfig(sliding_window=7))["model.sliding_window"] == 7
+
+
+def test_parts_of_a_model_may_have_keys_that_another_version_does_not_know():
+    facts = {"max_model_len": 64, "model.text_config": {**TEXT, "new": 1}, "model.newer": 1}
+    assert differences(facts, {"max_model_len": 64, "model.text_config": {**TEXT, "old": 2}}) == []
+
+
+def test_a_server_whose_rotary_base_is_another_is_refused():
+    own = model_facts(Qwen2Config(rope_parameters=ROPE))
+    assert own["model.rope_parameters"] == ROPE
+    other = {"model.rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}
+    with pytest.raises(ConfigError, match=naming("rope_parameters.rope_theta is 1.0, expected 1")):
+        rollout_on(FakeVLLM(**other))
+
+
+def test_a_server_of_quantized_weights_is_refused():
+    server = FakeVLLM(quantization="fp8")
+    with pytest.raises(ConfigError, match=naming("quantization is 'fp8', expected None")):
+        rollout_on(server)
+
+
 def test_a_server_that_is_refused_during_a_run_is_named_and_joins_once_it_is_right(
     tmp_path, impatient, caplog
 ):
@@ -536,7 +675,8 @@ def test_a_sample_may_take_much_longer_than_those_before():
 
 def test_servers_that_compute_otherwise_than_each_other_are_refused():
     other = FakeVLLM(kernels={"vllm": "0.32.0", "enforce_eager": False})
-    with pytest.raises(ConfigError, match=naming("'enforce_eager': False", "'enforce_eager': True")):
+    # whichever joins first is the one that the other is compared with
+    with pytest.raises(ConfigError, match=r"kernels\.enforce_eager is (True|False), expected (True|False)"):
         rollout_on(FakeVLLM(), other)
 
 
@@ -592,6 +732,27 @@ def test_a_response_that_repeats_itself_ends_truncated():
     assert server.paths().count(GENERATE) == 1
 
 
+@pytest.mark.parametrize("spans", [None, []])
+def test_a_sample_that_names_no_version_of_its_weights_is_refused(spans):
+    server = FakeVLLM()
+    rollout = rollout_on(server)
+    answer = wire_answer([10, 7], [-0.5, -0.5], "stop", "V")
+    answer["choices"][0]["weight_versions"] = spans
+    server.script[GENERATE] = [{"json": answer}]
+    with pytest.raises(TrainingError, match=naming(server.url, "names no version of its weights")):
+        batch(rollout)
+
+
+def test_a_request_is_named_by_its_batch_where_several_are_in_flight():
+    server = FakeVLLM()
+    rollout, prompts = rollout_on(server), prompts_of([3], n=1)
+    prompts.meta_info["batch"] = 4
+    server.script[GENERATE] = [{"status": 400, "text": "no"}]
+    rollout.admit(4, prompts, dataclasses.replace(PARAMS, n=1))
+    with pytest.raises(TrainingError, match="row 0 of batch 4, 3 tokens"):
+        rollout.finish(4, 1)
+
+
 def test_a_token_that_a_server_repeats_is_not_in_the_error():
     server = FakeVLLM(token="hidden")
     rollout = rollout_on(server, token="hidden")
@@ -621,6 +782,36 @@ def test_a_sample_that_ends_its_servers_is_found_and_named(impatient):
         server.poison = int(prompts.batch["seeds"].flatten()[5])
     with pytest.raises(TrainingError, match=naming("row 5 of the batch", "9 tokens", "servers died")):
         rollout.generate(prompts, PARAMS)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_server_that_dies_again_and_again_is_not_the_samples_fault_where_there_are_others(
+    monkeypatch, impatient, n
+):
+    """The other one is down: nothing says that the sample would have ended it, too."""
+    monkeypatch.setattr(pool, "_AGAIN_S", 0.01)
+    flaky, other = FakeVLLM(), FakeVLLM()
+    rollout = rollout_on(*(flaky, other)[:n])
+    other.kill()
+    batch(rollout)
+    wait_for(lambda: len(rollout._pool.live) == 1)
+    flaky.script |= {GENERATE: [*[{"drop": True}] * 3, None], "/health": [{"status": 500}]}
+    prompts, params = prompts_of([3], n=1), dataclasses.replace(PARAMS, n=1)
+    if n == 2:
+        assert rollout.generate(prompts, params).batch["response_mask"].any()
+    else:
+        with pytest.raises(TrainingError, match=naming("3 servers died of it", flaky.url)):
+            rollout.generate(prompts, params)
+
+
+def test_a_sample_goes_to_a_server_that_has_not_died_of_it():
+    rollout = rollout_on(FakeVLLM(), FakeVLLM())
+    first, other = rollout._pool.live
+    for deaths, expected in ((Counter(), first), (Counter([first.url]), other)):
+        other.running = 1
+        taking = rollout._pool._place(Request(0, [5], {}), 1, Counter(), deaths, "")
+        assert rollout._thread.run(taking) is expected
+        expected.running -= 1
 
 
 def test_ids_beyond_the_vocabulary_are_not_sent():
@@ -699,6 +890,40 @@ def test_a_rollout_that_is_collected_in_the_thread_of_its_requests_closes(tmp_pa
     while rollout._thread._loop.is_running() or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_thread_that_waits_for_servers_can_be_ended():
+    """As Ctrl-C does with the thread of a pool, whose worker is closed after it."""
+    rollout, begun = rollout_on(FakeVLLM()), threading.Event()
+    thread = PoolThread(SimpleNamespace(all_of_run=[1], name="rollout"))
+
+    async def hanging():
+        begun.set()
+        await asyncio.sleep(600)
+
+    future = thread.submit(rollout._thread.run, hanging())
+    begun.wait(60)
+    before = time.monotonic()
+    thread.end()
+    assert time.monotonic() - before < 30
+    assert isinstance(future.exception(), KeyboardInterrupt)
+
+
+def test_a_proxy_is_not_used_for_a_socket(tmp_path):
+    seen = []
+
+    async def answer(reader, writer):
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n{"here": 1}')
+        writer.close()
+
+    async def ask():
+        path = tmp_path / "socket"
+        async with await asyncio.start_unix_server(answer, path):
+            return await Connection(f"unix:{path}", "secret", "http://127.0.0.1:9").call("/health", 10)
+
+    assert asyncio.run(ask()) == {"here": 1}
+    assert b"secret" in seen[0]
 
 
 def test_a_disk_that_is_full_is_named_with_the_file(tmp_path):

@@ -66,6 +66,23 @@ def test_a_server_that_dies_changes_no_score(monkeypatch):
     assert all(map(torch.equal, scorer.score(ROWS), expected))
 
 
+def test_a_server_that_was_started_again_is_compared_with_the_others_before_it_scores(monkeypatch):
+    monkeypatch.setattr(pool, "_PROBE_S", 0.1)
+    servers = [FakeVLLM(vocabulary=19), FakeVLLM(vocabulary=19)]
+    scorer = scorer_on(*servers)
+    servers[0].kill()
+    servers[0].start()
+    servers[0].checksums = {"model.norm.weight": 5}  # of another model
+    servers[0].seen.clear()
+    scorer.score(ROWS)
+    deadline = time.monotonic() + 60
+    while "weights is" not in str(scorer._pool.out.get(servers[0].url)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not servers[0].bodies()
+    assert len(servers[1].bodies()) == len(ROWS)
+
+
 @pytest.mark.parametrize(
     ("items", "named"),
     [
@@ -138,7 +155,8 @@ def test_servers_of_different_teachers_are_refused_by_name():
 
 def test_servers_whose_weights_cannot_be_read_are_not_compared_by_them(caplog):
     facts = {"json": {"results": [FakeVLLM(vocabulary=19).facts]}}
-    script = {"/collective_rpc": [facts, {"status": 500, "text": "no attribute 'weight'"}]}  # quantized
+    unread = {"status": 500, "text": "no attribute 'weight'"}  # quantized
+    script = {"/collective_rpc": [facts, unread, facts]}
     servers = [FakeVLLM(script, vocabulary=19) for _ in range(2)]
     assert len(scorer_on(*servers).score(ROWS)) == len(ROWS)
     assert sum("not compared" in one.getMessage() for one in caplog.records) == 2

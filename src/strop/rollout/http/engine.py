@@ -60,6 +60,7 @@ class HTTPRollout(QueuedRollout):
         *,
         dtype: torch.dtype,
         slots: int,
+        fixed_slots: bool = False,
         sampling: Mapping[str, Any] | None = None,
         folder: Path | None = None,
         **options: Any,
@@ -67,13 +68,14 @@ class HTTPRollout(QueuedRollout):
         """Wait for the servers; the errors are those of ``Pool.open``.
 
         ``weights`` None: the servers have those that are evaluated.
-        ``slots``: samples at once on the clock of batches ahead (``due``).
+        ``slots``: samples at once on the clock of batches ahead (``due``); those of a state that is restored
+        take their place, unless they are ``fixed_slots``.
         ``sampling`` are further fields of ``SamplingParams``, ``folder`` is that of the sealed files (None:
         in memory), ``options`` are those of ``QueuedRollout``.
         """
         super().__init__(**options)
         self._weights, self._pool, self._dtype, self._folder = weights, pool, dtype, folder
-        self._sampling_options, self._slots = dict(sampling or {}), slots
+        self._sampling_options, self._slots, self._fixed_slots = dict(sampling or {}), slots, fixed_slots
         self._sealed: SealedWeights | None = None
         self._name, self._transfers = new_name(), 0
         if folder is not None:
@@ -112,6 +114,7 @@ class HTTPRollout(QueuedRollout):
             ),
             dtype=dtype,
             slots=KIND.slots(config),
+            fixed_slots=settings.slots is not None,
             sampling=extra_sampling(config),
             folder=transfer_folder(config),
             pad_token_id=spec.tokenizer.pad_token_id,
@@ -133,6 +136,8 @@ class HTTPRollout(QueuedRollout):
         """
         if self._weights is not None:
             self._weights.ledger.require_complete()
+        else:
+            self._thread.run(self._pool.lose_others())
         oldest, n_first = batches[0], len(batches[0].lengths)
         places = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
         begun = torch.cat([batch.lengths for batch in batches])
@@ -190,7 +195,7 @@ class HTTPRollout(QueuedRollout):
         sampling["max_tokens"] = min(sampling["max_tokens"], most or sampling["max_tokens"])
         if "min_tokens" in sampling:
             sampling["min_tokens"] = min(sampling["min_tokens"], sampling["max_tokens"])
-        return Request(row, ids, NEUTRAL | sampling)
+        return Request(row, ids, NEUTRAL | sampling, batch.prompts.meta_info.get("batch"))
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``: nothing of a server is in it."""
@@ -198,7 +203,8 @@ class HTTPRollout(QueuedRollout):
 
     def restore(self, state: dict[str, Any]) -> None:
         """See ``RolloutEngine.restore``; the clock goes on as before, with other servers, too."""
-        self._slots = state.get("slots", self._slots)
+        if not self._fixed_slots:
+            self._slots = state.get("slots", self._slots)
         super().restore(state)
 
     @torch.no_grad()

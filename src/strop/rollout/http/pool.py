@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hashlib
 import json
@@ -15,12 +16,13 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, LostServersError, ModelError, TrainingError
 from strop.listening import LOOPBACK
+from strop.rollout.base import LOOK_S
 from strop.rollout.http.kind import proxy_of, read_urls
 from strop.rollout.http.sealed import SealedWeights
 from strop.rollout.http.start import OwnServer
@@ -42,10 +44,11 @@ T = TypeVar("T")
 _LOOK_S, _PROBE_S, _FACTS_S, _AGAIN_S = 0.2, 10.0, 60.0, 0.5
 _FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
 _DEADLY = 3
-"""Deaths of its server after which a sample is held to be the cause; before the last one it goes alone."""
+"""Deaths of its servers after which a sample is held to be the cause, if they have two addresses, or the run
+has one; before that one it goes alone."""
 _ERRORS = 3
 """Errors that every server answers before any answer, after which the run does not wait for better ones."""
-_OF_ONE = {"max_model_len", "max_num_seqs", "reads_text", "generation_config"}
+_OF_ONE = {"max_model_len", "max_num_seqs", "reads_text", "generation_config", "started"}
 """Facts in which servers of the same weights may differ; a run requires its own ``generation_config``."""
 _COUNTED = (
     "rollout/lost_requests", "rollout/lost_tokens", "rollout/cut_tokens", "weights/bytes",
@@ -66,6 +69,8 @@ class Server:
     counted: int = 0
     """Of ``served``, those of metrics that were taken."""
     answered_at: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    """As it joined."""
 
 
 class Pool:
@@ -187,7 +192,7 @@ class Pool:
         """Compare the facts of a server, bring it the weights, and take it in."""
         patience_s = self._settings.patience_s
         facts = await server.wire.facts(min(patience_s, _FACTS_S))
-        server.answered_at = time.monotonic()
+        server.answered_at, server.facts = time.monotonic(), {**facts}
         self._expected.setdefault("kernels", facts["kernels"])  # equal results need equal ones
         if self._keeps_weights:
             facts |= await self._facts_of_weights(server)
@@ -240,6 +245,7 @@ class Pool:
             self._read_urls()
         except ConfigError as error:  # the file is being written
             logger.warning("%s; the servers stay as they are", error)
+        await self.lose_others()
         before, self.sealed = self.sealed, sealed
         copies = sum(server.ranks for server in self.live) if self._broadcasts else 1
         self.counts["weights/bytes"] += copies * sealed.size
@@ -248,6 +254,23 @@ class Pool:
             before.close()
         self.counts["weights/pause_s"] += max(pauses, default=0.0)
         await self._enough()
+
+    async def lose_others(self) -> None:
+        """Lose servers that were started again since they joined, also with other settings or weights.
+
+        They join again as any other does. Where no request was in flight, no answer tells.
+        """
+
+        async def look(server: Server) -> None:
+            try:
+                facts = await server.wire.facts_of_engine(min(self._settings.patience_s, _FACTS_S))
+            except (Lost, Refused) as error:
+                self._lose(server, error)
+            else:
+                if facts != server.facts:
+                    self._lose(server, Lost("it was started again"))
+
+        await asyncio.gather(*map(look, self.live))
 
     async def _load(self, server: Server, sealed: SealedWeights) -> float:
         try:
@@ -314,6 +337,7 @@ class Pool:
 
     async def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-probs of the ids of each row but the first, each given those before it."""
+        await self.lose_others()
         requests = [Request(number, ids, SCORED) for number, ids in enumerate(rows)]
         tasks = [asyncio.create_task(self.answer(request, 1, VLLMWire.score)) for request in requests]
         try:
@@ -337,11 +361,12 @@ class Pool:
         failures, stale = Counter[Server](), Counter[str]()
         last, busy_since = "", 0.0
         while True:
-            deaths = sum(server not in self.live for server in failures)
-            if deaths >= _DEADLY:
-                raise TrainingError(f"{_named(request)}: {deaths} servers died of it; the last was {last}")
-            async with self._suspects if deaths == _DEADLY - 1 else contextlib.nullcontext():
-                server = await self._place(request, n, failures, last)
+            deaths = Counter(server.url for server in failures if server not in self.live)
+            total, urls = deaths.total(), ", ".join(deaths)
+            if total >= _DEADLY and len(deaths) >= min(2, len(self._keepers)):  # else the server is the cause
+                raise TrainingError(f"{_named(request)}: {total} servers died of it ({urls}); last {last}")
+            async with self._suspects if total >= _DEADLY - 1 else contextlib.nullcontext():
+                server = await self._place(request, n, failures, deaths, last)
                 sent_at = time.monotonic()
                 try:
                     answer = await call(server.wire, request, self._version, self._deadline_s)
@@ -375,8 +400,10 @@ class Pool:
                     server.running -= 1
                     self._wake(1)
 
-    async def _place(self, request: Request, n: int, failures: Counter[Server], last: str) -> Server:
-        """Wait for a place on the least loaded server, and take it."""
+    async def _place(
+        self, request: Request, n: int, failures: Counter[Server], deaths: Counter[str], last: str
+    ) -> Server:
+        """Wait for a place on the least loaded of the servers with the fewest ``deaths``, and take it."""
         while True:
             await self._enough()
             left = [server for server in self.live if failures[server] < self._settings.retries]
@@ -384,7 +411,9 @@ class Pool:
                 raise TrainingError(f"{_named(request)}: it failed on every live server; the last was {last}")
             if free := [server for server in left if server.running < server.places]:
                 # by n: samples of one prompt go together, for the prefix cache
-                server = min(free, key=lambda one: (one.running // n / one.places, -one.running))
+                server = min(
+                    free, key=lambda one: (deaths[one.url], one.running // n / one.places, -one.running)
+                )
                 server.running += 1
                 return server
             waiter = asyncio.get_running_loop().create_future()
@@ -466,8 +495,15 @@ class PoolThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``."""
-        return self.start(work).result()
+        """Return the result of ``work``; an error of the wait cancels it."""
+        future = self.start(work)
+        try:
+            # in steps: an exception that ends this thread (``controller.threads``) comes between them
+            while not concurrent.futures.wait([future], LOOK_S).done:
+                pass
+            return future.result()
+        finally:
+            future.cancel()
 
 
 def _close(loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
@@ -494,4 +530,5 @@ def _allow_files(needed: int, lower: str) -> None:
 
 def _named(request: Request) -> str:
     digest = hashlib.blake2b(str(request.ids).encode(), digest_size=6).hexdigest()
-    return f"row {request.row} of the batch, {len(request.ids)} tokens of digest {digest}"
+    batch = "the batch" if request.batch is None else f"batch {request.batch}"
+    return f"row {request.row} of {batch}, {len(request.ids)} tokens of digest {digest}"

@@ -45,6 +45,8 @@ class Request(NamedTuple):
     row: int
     ids: list[int]
     sampling: Mapping[str, Any]
+    batch: int | None = None
+    """Number of its batch, where several are in flight."""
 
 
 Answer = tuple[list[int], list[float], str]
@@ -65,9 +67,9 @@ class VLLMWire:
         return False
 
     async def facts(self, deadline_s: float) -> dict[str, Any]:
-        """Return what ``strop.rollout.vllm.server.Extension`` reads of the engine.
+        """Return ``facts_of_engine``; ``ConfigError`` for a server that answers without the token.
 
-        Raises ``ConfigError`` for a server that answers without the token: others could give it weights.
+        Others could give it weights.
         """
         with contextlib.suppress(Refused):
             if self._connection.has_token:
@@ -76,6 +78,10 @@ class VLLMWire:
                     "it answers without the token: start it with STROP_TOKEN and --middleware "
                     "strop.rollout.vllm.server.RequireToken"
                 )
+        return await self.facts_of_engine(deadline_s)
+
+    async def facts_of_engine(self, deadline_s: float) -> dict[str, Any]:
+        """Return what ``strop.rollout.vllm.server.Extension`` reads of the engine."""
         try:
             of_ranks = await self._rpc("strop_facts", deadline_s)
         except Refused as error:
@@ -170,6 +176,10 @@ class VLLMWire:
         strips = reason == "stop" and not sampling.get("stop") and last not in sampling["stop_token_ids"]
         for is_wrong, what in (
             (other, f"a sample by the weights {other}, requested from {version}: another run uses it, too"),
+            (
+                ids and not versions,
+                "a sample that names no version of its weights: start it with vLLM >= 0.32",
+            ),
             (len(log_probs) != len(ids), f"{len(ids)} tokens with {len(log_probs)} log-probs"),
             (not 1 <= len(ids) <= most, f"{len(ids)} tokens, where 1 to {most} were requested"),
             (not all(is_token), f"token ids beyond the vocabulary of {self._vocabulary}"),
