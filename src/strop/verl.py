@@ -139,11 +139,18 @@ class WholeBatches:
         if mode == "greedy":
             seeds_PN = seeds_PN[:, :1]
         batch = ppo.generate(prompts, seeds_PN, trainer.timer, mode=mode)
+        trainer.weights.release()  # makes room for all passes and updates, as in the trainer's own step
         algorithm = trainer.config.algorithm
         for key in ("whiten_advantages", "norm_adv_by_std_in_grpo"):  # for compute_advantage
             batch.meta_info[key] = getattr(algorithm, key)
         # compute_ref_log_prob computes them with a full KL, which needs the reference's hidden states
-        return batch if ppo.full_kl else batch.union(self._group.compute_log_prob(batch))
+        return batch if ppo.full_kl else batch.union(self.compute_log_prob(batch))
+
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return ``old_log_probs`` [B, T]: the sampler's with ``use_rollout_log_probs``, else the actor's."""
+        if self._trainer.ppo.sampler_is_old:
+            return DataProto({"old_log_probs": data.batch["rollout_log_probs"]})
+        return self._group.compute_log_prob(data)
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` [B, T]; for a full KL also ``full_kl`` and ``old_log_probs``."""
@@ -155,7 +162,6 @@ class WholeBatches:
     def update_actor(self, data: DataProto) -> DataProto:
         """Take the optimizer steps of the iteration; return ``meta_info["metrics"]``."""
         trainer = self._trainer
-        trainer.weights.release()
         steps = trainer.ppo.start_actor_update(data, trainer.timer, trainer.global_step + 1, recorded=False)
         metrics, columns = steps.get()
         trainer.weights.version += 1  # the rollout gets these weights before it generates again

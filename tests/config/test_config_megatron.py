@@ -152,8 +152,8 @@ def test_keys_that_one_back_end_lacks_are_named(installed, report):
     assert report(*keys).warnings == []
     vllm, key = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.load_format"
     for options, other, own in (
-        ((vllm,), ("megatron", "dummy_megatron"), ("auto", "dtensor", "dummy_dtensor", "hf", "dummy_hf")),
-        ((vllm, *MEGATRON), ("dtensor", "dummy_dtensor"), ("auto", "megatron", "dummy_megatron", "hf")),
+        ((vllm,), ("dummy_megatron",), ("auto", "megatron", "dtensor", "dummy_dtensor", "hf", "dummy_hf")),
+        ((vllm, *MEGATRON), ("dummy_dtensor",), ("auto", "dtensor", "megatron", "dummy_megatron", "hf")),
     ):
         for value in (*other, *own):
             named = [line for line in report(*options, f"{key}={value}").warnings if f"{key}={value}" in line]

@@ -350,6 +350,11 @@ class ByALoop(RayPPOTrainer):
             "actor_rollout_ref.actor.use_kl_loss=True",
         ],
         ["algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0"],
+        [  # the KL is of the sampler's log-probs, and no pass before the update reads the reference's states
+            "actor_rollout_ref.actor.use_rollout_log_probs=True",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            "actor_rollout_ref.actor.kl_loss_type=full",
+        ],
     ],
 )
 def test_a_loop_with_the_names_of_verls_trainer_trains_as_ever(tmp_path, options):

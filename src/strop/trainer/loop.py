@@ -339,14 +339,15 @@ class Run(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
         before, now = state.get("image_processor"), trainer.image_processor
-        if before and now and uses_pillow(before) != uses_pillow(now):
+        trains = not self.settings.val_only
+        if trains and before and now and uses_pillow(before) != uses_pillow(now):
             raise CheckpointError(
                 f"the checkpoint was trained on pixels that {before} made, and {now}, which is used here, "
                 f"makes others; {'uninstall' if uses_pillow(before) else 'install'} torchvision, or start "
                 "from scratch with trainer.resume_mode=disable"
             )
         trainer.global_step = int(state["global_step"])
-        if not self.settings.val_only:
+        if trains:
             is_named = self.settings.resume_mode != "auto"
             trainer.train_loader.batches.load_state_dict(state["loader"], may_differ=is_named)
         self.seconds_before = float(state["seconds"])

@@ -42,13 +42,17 @@ _WIDEST_SEQUENCE_CLIP = 0.05
 
 
 def groups(config: Config) -> Iterator[Finding]:
-    """Require more than one answer for estimators that compare the answers to one prompt."""
+    """Require more than one answer for estimators that compare the answers to one prompt.
+
+    What an estimator of the user's makes of ``uid`` is not known.
+    """
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     if n == 1 and "uid" in inputs_of(name) and has_reward(config) and not config.trainer.val_only:
-        yield error(
-            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
-            "to be compared with, so every advantage is 0 (expected n >= 2)"
-        )
+        found = f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
+        if name in estimators():
+            yield error(f"{found}to be compared with, so every advantage is 0 (expected n >= 2)")
+        else:
+            yield warning(f"{found}that an estimator by uid could compare it with (expected n >= 2)")
 
 
 def scaled_kl(config: Config) -> Iterator[Finding]:

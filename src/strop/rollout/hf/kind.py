@@ -48,13 +48,17 @@ class HFKind(RolloutKind):
             )
 
     def bytes(self, config: Any, samples: int, facts: ModelFacts | None) -> Forecast:
-        """See ``RolloutKind.bytes``: a copy of the weights, and caches of samples generated at once."""
+        """See ``RolloutKind.bytes``: a copy of the weights, and caches of samples generated at once.
+
+        With ``async_steps`` they are needed during updates, too.
+        """
         cache = None
         if facts is not None:
             number = number_bytes(config.actor_rollout_ref.model)
             at_once = min(samples, samples_at_once(config, facts))
             cache = at_once * longest_row(config.data)[0] * cache_bytes(facts, number)
-        return Forecast({}, {"generation: weights' copy, KV cache": total(_copy(config, facts), cache)})
+        size = {"generation: weights' copy, KV cache": total(_copy(config, facts), cache)}
+        return Forecast(size, {}) if config.trainer.async_steps else Forecast({}, size)
 
 
 def samples_at_once(config: Config, facts: ModelFacts) -> int:

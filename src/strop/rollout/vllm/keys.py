@@ -85,13 +85,13 @@ class SamplingConfig(Section, resumes=MAY_CHANGE):
 # One rank and no CUDA graphs are what other rollouts have anyway.
 _HONOURED = honoured_where(lambda at: at.value not in (1, True))
 
-_STRATEGIES = {"megatron": "megatron", "dtensor": "fsdp"}
-"""The strategy that a value of ``load_format`` names; hf names none."""
+_STRATEGIES = {"dummy_megatron": "megatron", "dummy_dtensor": "fsdp"}
+"""The strategy that a value of ``load_format`` names; the others name none, or mean the model's folder."""
 
 
 def _names_another_strategy(at: At) -> bool:
     strategy = at.config.actor_rollout_ref.actor.strategy
-    return _STRATEGIES.get(at.value.removeprefix("dummy_"), strategy) != strategy
+    return _STRATEGIES.get(at.value, strategy) != strategy
 
 
 class EngineConfig(Section, resumes=MAY_CHANGE):
@@ -125,7 +125,7 @@ class EngineConfig(Section, resumes=MAY_CHANGE):
         Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dummy_dtensor", "dummy_hf"],
         _HONOURED,
         no_effect(
-            "if it names another strategy, megatron with fsdp or dtensor with megatron",
+            "if it names another strategy, dummy_megatron with fsdp or dummy_dtensor with megatron",
             _names_another_strategy,
             "every strategy sends whole tensors, and the dummy_* are the same",
         ),
