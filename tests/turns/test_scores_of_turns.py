@@ -139,6 +139,18 @@ def test_contributions_sum_to_the_mean_score_whatever_lost_samples_count():
     assert sum(added.values()) == found["critic/score/mean"]
 
 
+def test_lost_samples_alone_have_no_rule():
+    rows = {"environment": ["looks", "away"], "data_source": ["a", "a"]}
+    result = Script(environments_of(looks=Looks, away=Away), [[call("look"), "x"], ["x"]], rows=rows).play()
+    manager = RewardManager(byte_tokenizer(), 0, by_environment=True, max_error_rate=1.0)
+    output = ScoreCheck(max_error_rate=1.0)(manager(result), result)
+    manager.close()
+    assert output.token_level_scores.sum(1).tolist() == [1.5, 0]
+    assert "away" in output.errors[1]
+    assert "rule" not in output.parts
+    assert {name for name in output.metrics if "/mean" in name} == {"reward/environment/mean"}
+
+
 def test_inserted_tokens_cost_no_discount_and_carry_no_value_or_reward():
     mask = torch.tensor([[1.0, 1, 0, 0, 1, 1]])
     for poison in (0.0, 7.0):

@@ -188,6 +188,7 @@ LIST = "<|tool_call_start|>[look_up(a=%d)]<|tool_call_end|>"
         (PYTHONIC, "", f"Both: {LIST % 1}\n{LIST % 2}", [1, 2], "Both:"),
         (PYTHONIC, "<think>", "hm</think>[look_up(a=1), look_up(a=2)]", [1, 2], ""),
         (PYTHONIC, "", "[1, 2]", [], "[1, 2]"),
+        (PYTHONIC, "<think>", "hm</think>[0, 1) or (2, 3]", [], "[0, 1) or (2, 3]"),
     ],
 )
 def test_a_call_in_thinking_is_none_unless_it_ends_the_thinking(parser, prompt_end, said, arguments, content):

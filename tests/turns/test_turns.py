@@ -64,6 +64,11 @@ class Replies:
         return None if response == "bye" else f"[{response}]"
 
 
+class Closes(Replies):
+    def respond(self, response, turn):
+        return None if response == "bye" else f"{response}>"
+
+
 class Says:
     def reset(self, message, **row):
         self.message = message
@@ -246,6 +251,15 @@ def test_a_malformed_call_may_end_the_sample():
     result = Script(environments_of(g), [[call("h")]], malformed="end").play()
     assert ended_by(result) == ["error"]
     assert not result.batch["response_mask"].any()
+
+
+def test_an_answer_that_no_token_can_write_loses_its_sample_alone(monkeypatch, caplog):
+    script = Script(environments_of(own=Closes), [["<|im_end|", "bye"], ["b", "bye"]])
+    monkeypatch.setattr(type(script.tokenizer), "backend_tokenizer", None)  # as of one written in Python
+    result = script.play()
+    assert ended_by(result)[0] == "error"
+    assert result.batch["response_mask"].any(dim=1).tolist() == [False, True]
+    assert mentions(caplog.text, "a sample was lost", "control token")
 
 
 def test_arguments_as_json_text_are_read_once_more():

@@ -47,6 +47,10 @@ class Call(NamedTuple):
     id: str = "abcdefghi"
 
 
+class UnwritableText(ModelError):
+    """A text has a control token, which a tokenizer written in Python cannot write as text."""
+
+
 class Bridge:
     """Render the messages that follow a turn, as token ids.
 
@@ -191,11 +195,11 @@ class Bridge:
         return kept(low)
 
     def _encoded(self, text: str) -> list[int]:
-        """Return the ids of an escaped text; ``ModelError`` for a control token that cannot be text."""
+        """Return the ids of an escaped text; ``UnwritableText`` for a control token that cannot be text."""
         try:
             return self._control.encode([text], add_special_tokens=False)[0]
         except PromptError as error:
-            raise ModelError(f"an answer is not shown: {error.reason}") from error
+            raise UnwritableText(f"an answer is not shown: {error.reason}") from error
 
     def _replaced(self, following: Mapping[str, Any]) -> tuple[str, str]:
         """Return a stop token after the last turn, and the control token in its place once a message follows.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strop.columns import sampled_runs
-from strop.data.control_tokens import control_tokens
+from strop.data.control_tokens import PromptError, control_tokens
 from strop.data.loader import collate
 from strop.data.pictures.parts import in_words
 from strop.data.prompts import as_messages, as_taken
@@ -76,7 +76,10 @@ class Rewriter:
                 strict=True,
             )
         ]
-        rows = control_tokens(self.writer).encode(texts, add_special_tokens=False)
+        try:
+            rows = control_tokens(self.writer).encode(texts, add_special_tokens=False)
+        except PromptError as error:
+            raise ModelError(f"sample {error.offset}, for another tokenizer: {error.reason}") from error
         if self.max_length is not None:
             # the end: a reward model scores at the last token
             rows = [row[-self.max_length :] for row in rows]

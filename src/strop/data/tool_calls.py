@@ -21,6 +21,7 @@ from strop.data.prompts import as_taken
 from strop.errors import ConfigError, ModelError
 
 _SEEN_BEFORE = 8  # tokens
+_LIST_OF_CALLS = re.compile(r"\[\s*[\w.]+\(")
 _START = "\0"
 """Stands for the beginning of a turn; no text has it."""
 
@@ -353,7 +354,7 @@ def _pythonic(lists: Sequence[str], content: str) -> tuple[list[dict[str, Any]],
     Raises ``ValueError`` for a list without calls.
     """
     if not lists:
-        is_list = content.startswith("[") and content.endswith("]")
+        is_list = _LIST_OF_CALLS.match(content) and content.endswith("]")  # [0, 1) or (2, 3] is an answer
         calls = _calls_in(content) if is_list else []
         return calls, "" if calls else content
     found = [_calls_in(text) for text in lists]

@@ -423,6 +423,9 @@ class RewardManager(Reward):
             known = {name: values_B.masked_fill(lost_B, math.nan) for name, values_B in given.items()}
             parts, added = weigh(outcomes, known)
             scores_B = sum(added.values(), torch.zeros(len(samples)))
+        if RULE in parts and not any(has_rule) and bool((parts[RULE].isnan() | lost_in(batch)).all()):
+            del parts[RULE]  # there are no rules: lost samples alone have it
+            added.pop(RULE, None)
         errors = ["" if outcome is None else outcome.error for outcome in outcomes]
         name = functools.partial(name_row, samples)
         self._final_budget.require(errors, name)

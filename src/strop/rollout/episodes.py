@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from strop.columns import ENDED_BY
-from strop.data.bridge import Bridge, Call, call_id
+from strop.data.bridge import Bridge, Call, UnwritableText, call_id
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError, ModelError
@@ -288,6 +288,9 @@ class Episodes:
             try:
                 messages = self._form.messages(episode.bridge, calls, answer, came)
                 shown = episode.bridge.shown(messages, calls)
+            except UnwritableText as error:
+                self._lose(batch, row, str(error))
+                return
             except ModelError as error:
                 named = self._environments.name_of(episode.row)
                 raise ModelError(f"{named}: turn {number} of sample {row}: {error}") from error
@@ -305,10 +308,15 @@ class Episodes:
         found = answer.get("failed") or self._difference(batch, row, answer)
         if not found:
             return True
-        self._warn("a sample was lost", answer.get("traceback", found))
+        self._lose(batch, row, found, answer.get("traceback", found))
+        return False
+
+    def _lose(self, batch: InFlight, row: int, found: str, told: str = "") -> None:
+        """End a sample as lost, with a reason; the log has ``told`` of the first one."""
+        record = batch.records[row]
+        self._warn("a sample was lost", told or found)
         record.error, record.errors = found, record.errors + 1
         batch.end(row, "error")
-        return False
 
     def _warn(self, what: str, found: str) -> None:
         """Log the first failure of a kind; metrics count the others."""
