@@ -154,7 +154,7 @@ def test_sampler_metrics_of_the_newest_version_leave_older_tokens_out(batch):
     assert found["training/rollout_probs_diff_max/newest"] == 0
     assert found["training/rollout_effective_sample_size/newest"] == 1
     assert found["training/rollout_probs_diff_max"] > 0.2  # of the token of version 3 in the second row
-    batch.batch["rollout_versions"] = torch.tensor([[3, 3, 3], [3, -1, -1]])  # all are the newest
+    batch.batch["rollout_versions"] = torch.tensor([[3, 3, 3], [3, 4, 4]])  # all are the newest: 4 is masked
     assert not [name for name in sampler_metrics(batch) if name.endswith("/newest")]
 
 

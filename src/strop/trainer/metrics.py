@@ -301,9 +301,10 @@ def sampler_metrics(batch: DataProto) -> dict[str, float]:
             if rows_B.any():
                 found = rollout_statistics(*(column[rows_B] for column in given))
                 metrics[f"training/rollout_probs_diff_max/{name}"] = found.probs_diff_max
-    if "rollout_versions" in columns:
+    if "rollout_versions" in columns and given[-1].any():
         versions_BT, mask_BT = columns["rollout_versions"], given[-1]
-        newest_BT = mask_BT * versions_BT.eq(versions_BT.max())
+        newest = versions_BT[mask_BT > 0].max()  # a lost sample has versions, too
+        newest_BT = mask_BT * versions_BT.eq(newest)
         if newest_BT.sum() < mask_BT.sum():  # of all tokens, age adds to what the engines compute otherwise
             found = rollout_statistics(*given[:2], newest_BT)._asdict()
             metrics |= {f"training/rollout_{name}/newest": x for name, x in found.items()}

@@ -45,7 +45,7 @@ _LOOK_S, _PROBE_S, _FACTS_S, _AGAIN_S = 0.2, 10.0, 60.0, 0.5
 _FILES, _OTHER_FILES = resource.RLIMIT_NOFILE, 64
 _DEADLY = 3
 """Deaths of its servers after which a sample is held to be the cause, if they have two addresses, or the run
-has one; before that one it goes alone."""
+has one; before that one it goes alone. If the others do not answer, twice as many."""
 _ERRORS = 3
 """Errors that every server answers before any answer, after which the run does not wait for better ones."""
 _OF_ONE = {"max_model_len", "max_num_seqs", "reads_text", "generation_config", "started"}
@@ -227,14 +227,13 @@ class Pool:
                 "again"
             )
         version = await server.wire.version(patience_s)
-        if len(self._keepers) == 1:  # nothing to compare
-            return {"weight_version": version}
-        try:
+        try:  # of a single server, too: it may be started again with others
             parts = await server.wire.checksums(patience_s)
         except Lost as error:
             if not error.is_error:
                 raise
-            logger.warning("%s: its weights are not compared with those of the others: %s", server.url, error)
+            if len(self._keepers) > 1:
+                logger.warning("%s: its weights are not compared with the others': %s", server.url, error)
             return {"weight_version": version}
         digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=6).hexdigest()
         return {"weight_version": version, "weights": digest}
@@ -363,7 +362,8 @@ class Pool:
         while True:
             deaths = Counter(server.url for server in failures if server not in self.live)
             total, urls = deaths.total(), ", ".join(deaths)
-            if total >= _DEADLY and len(deaths) >= min(2, len(self._keepers)):  # else the server is the cause
+            is_clear = len(deaths) > 1 or len(self._keepers) == 1  # else the server may be the cause
+            if total >= (_DEADLY if is_clear else 2 * _DEADLY):
                 raise TrainingError(f"{_named(request)}: {total} servers died of it ({urls}); last {last}")
             async with self._suspects if total >= _DEADLY - 1 else contextlib.nullcontext():
                 server = await self._place(request, n, failures, deaths, last)
