@@ -9,6 +9,8 @@ import pytest
 
 from strop.cli.prepare import add_arguments, run
 from strop.data.prompt_table import read_prompt_table
+from strop.data.records import to_rows
+from strop.data.sources import read_table
 from strop.errors import DataError
 from strop.prepare import prepare
 from strop.prepare.source import read_source
@@ -118,6 +120,18 @@ def test_an_answer_may_be_a_list_or_a_record(answer, tmp_path):
     source = write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": answer}])
     (found,) = table(source, tmp_path / "out")
     assert found["answer"] == found["reward_model"]["ground_truth"] == answer
+
+
+def test_answers_of_several_types_are_read_as_they_were(tmp_path):
+    answers = ["2", ["3", "three"], {"value": 4}]
+    rows = [{"prompt": f"{n}+1=", "answer": answer} for n, answer in enumerate(answers)]
+    rows[0]["extra_info"] = {"hints": {"first": "count"}}
+    rows[1]["extra_info"] = {"hints": {"first": [1]}}
+    prepare("table", write(tmp_path / "train.jsonl", rows), tmp_path / "out")
+    found = to_rows(read_table(tmp_path / "out" / "train.parquet"))
+    assert [row["reward_model"]["ground_truth"] for row in found] == answers
+    assert [row["answer"] for row in found] == answers
+    assert [row["extra_info"].get("hints") for row in found] == [{"first": "count"}, {"first": [1]}, None]
 
 
 @pytest.mark.parametrize(

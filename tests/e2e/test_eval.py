@@ -358,6 +358,25 @@ def test_samples_are_kept_when_the_report_fails(inputs, tmp_path, monkeypatch):
     assert not (tmp_path / "results.json").exists()
 
 
+def test_an_evaluation_that_was_killed_before_its_last_file_is_repeated(inputs, tmp_path):
+    for name in ("samples.parquet", "config.yaml"):
+        (tmp_path / name).touch()
+    assert len(evaluate(inputs, tmp_path, "--data", inputs / "val.parquet", "--limit", "2")[1]) == 2
+
+
+def test_a_reward_model_is_one_by_its_own_class(tmp_path):
+    """Folders with code name classes for both uses; adapters have no config.json."""
+    both = {"AutoModelForCausalLM": "m.ForCausalLM", "AutoModelForSequenceClassification": "m.AForS"}
+    described = {"architectures": ["MyForCausalLM"], "auto_map": both, "model_type": "mine"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert settings(str(tmp_path), ["a.parquet"])["actor_rollout_ref.model.path"] == str(tmp_path)
+    (tmp_path / "config.json").unlink()
+    adapter = {"task_type": "SEQ_CLS", "base_model_name_or_path": "org/model"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ConfigError, match=naming(str(tmp_path), "--reward-model")):
+        settings(str(tmp_path), ["a.parquet"])
+
+
 @pytest.mark.parametrize(
     ("given", "path", "name"),
     [

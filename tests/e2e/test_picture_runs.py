@@ -264,14 +264,14 @@ def test_a_resume_with_another_back_end_of_image_processing_is_an_error_in_each_
     state = {"global_step": 2, "loader": EpochSampler(4, 2, 0).state_dict(), "seconds": 1.0}
     state["image_processor"] = before
 
-    def resume(image_processor):
+    def resume(image_processor, *, val_only=False):
         loader = SimpleNamespace(batches=EpochSampler(4, 2, 0))
         trainer = SimpleNamespace(image_processor=image_processor, train_loader=loader, global_step=0)
-        settings = SimpleNamespace(resume_mode=mode, val_only=False)
+        settings = SimpleNamespace(resume_mode=mode, val_only=val_only)
         Run.load_state_dict(SimpleNamespace(trainer=trainer, settings=settings), state)
         return trainer.global_step
 
-    assert [resume(before), resume(None)] == [2, 2]
+    assert [resume(before), resume(None), resume(now, val_only=True)] == [2, 2, 2]
     with pytest.raises(CheckpointError, match=f"{before} made.*{now}, which is used here.*{remedy}"):
         resume(now)
 

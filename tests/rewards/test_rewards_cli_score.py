@@ -94,10 +94,14 @@ def test_right_answers_are_not_scored_as_those_of_the_model(score: Callable[...,
         _, lines = score(file, "--response-column", column)
         assert cells(lines) == {"strop/arithmetic": ["2", mean, "0"]}
         assert mentions(lines[0], f"column {column}", "column reward_model.ground_truth")
-    for name in ("completion", "output"):  # a model that is always right
+    for name in ("completion", "output", "response"):  # a model that is always right, or right answers
         table = pq.read_table(file)
         pq.write_table(table.append_column(name, pa.array(["3", "4"])), tmp_path / f"{name}.parquet")
-        _, lines = score(tmp_path / f"{name}.parquet")
+        options = () if name == "response" else ("--response-column", name)
+        if options:
+            with pytest.raises(DataError, match=naming(name, "reward_model.ground_truth")):
+                score(tmp_path / f"{name}.parquet")
+        _, lines = score(tmp_path / f"{name}.parquet", *options)
         assert cells(lines) == {"strop/arithmetic": ["2", "1.0000", "0"]}
         assert mentions(lines[0], f"column {name}")
 
@@ -110,6 +114,9 @@ def test_an_answer_that_is_not_always_the_ground_truth_is_the_models(
     assert cells(score(write(tmp_path / "a.jsonl", rows), *exact)[1]) == {"exact": ["2", "0.5000", "0"]}
     own = [{"answer": "7", "ground_truth": "7"}]  # a model that is always right, and no prepared file
     assert cells(score(write(tmp_path / "b.jsonl", own), *exact)[1]) == {"exact": ["1", "1.0000", "0"]}
+    later = [{"answer": answer, "reward_model": {"ground_truth": "7"}} for answer in ("7", "7", "8")]
+    limited = write(tmp_path / "l.jsonl", later), *exact, "--limit", "2"
+    assert cells(score(*limited)[1]) == {"exact": ["2", "1.0000", "0"]}  # the third row shows whose they are
     both = write(tmp_path / "c.jsonl", [{"answer": "7", "solution": "8"}])
     _, lines = score(both, *exact, "--ground-truth-column", "solution")
     assert mentions(lines[0], "column answer", "column solution")
@@ -119,7 +126,7 @@ def test_an_answer_that_is_not_always_the_ground_truth_is_the_models(
 def test_numbers_in_the_columns_that_are_scored_are_text_as_in_training(
     score: Callable[..., Any], tmp_path: Path, name: str
 ):
-    """With data.answer_key; a column that is named by a parameter alone keeps its numbers."""
+    """With data.answer_key; a column that no option names keeps its numbers."""
     (tmp_path / "r.py").write_text(
         "def compute_score(response, ground_truth, answer):\n"
         "    return float(response.strip() == ground_truth) + 10 * answer\n"
@@ -135,7 +142,10 @@ def test_numbers_in_the_columns_that_are_scored_are_text_as_in_training(
         path.write_text(json.dumps(rows))
     else:
         write(path, rows)
-    assert cells(score(path, "--reward", tmp_path / "r.py")[1]) == {"a": ["2", "15.5000", "0"]}
+    reward = path, "--reward", tmp_path / "r.py"
+    named = *reward, "--ground-truth-column", "ground_truth"
+    assert cells(score(*named)[1]) == {"a": ["2", "15.5000", "0"]}
+    assert cells(score(*reward)[1]) == {"a": ["2", "15.0000", "0"]}  # "42" is not 42
 
 
 def test_the_text_of_a_csv_file_is_scored_as_it_is_written(score: Callable[..., Any], tmp_path: Path):
@@ -143,7 +153,8 @@ def test_the_text_of_a_csv_file_is_scored_as_it_is_written(score: Callable[..., 
     (tmp_path / "r.py").write_text(
         "def f(response, ground_truth):\n    return len(response + ground_truth)\n"
     )
-    assert cells(score(tmp_path / "a.csv", "--reward", tmp_path / "r.py")[1]) == {"a": ["2", "5.0000", "0"]}
+    named = "--reward", tmp_path / "r.py", "--ground-truth-column", "ground_truth"
+    assert cells(score(tmp_path / "a.csv", *named)[1]) == {"a": ["2", "5.0000", "0"]}
 
 
 def test_prompts_of_any_form_are_no_error_where_no_scorer_reads_them(

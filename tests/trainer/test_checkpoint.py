@@ -213,7 +213,7 @@ def test_the_newest_model_of_a_run_is_that_of_the_latest_iteration_whatever_the_
         exported = write_model(checkpoints.save(step, {"actor": Group(1)}, STATE) / "actor/huggingface", step)
     os.utime(found, (2e9, 2e9))
     assert run.model_path == exported
-    with model_of(tmp_path, role="actor") as uploaded:
+    with model_of(newest_model(tmp_path), role="actor") as uploaded:
         assert uploaded == (exported, 10)
     final(10)
     assert newest_model(tmp_path) == found

@@ -375,6 +375,13 @@ def test_of_a_run_the_model_that_it_publishes_is_exported(saved, tmp_path, capsy
     assert {path.name for path in export(run, tmp_path / "in Python").iterdir()} == final
     assert "model.safetensors" in exported("float32", "--dtype=float32")
     assert "model.safetensors" in exported("critic", "--role=critic")
+    adapter = run / "global_step_1" / "actor" / "huggingface" / "adapter_config.json"
+    whole, hidden = adapter.with_name("model.safetensors"), run / "model.safetensors"
+    adapter.write_text("{}")
+    whole.rename(hidden)
+    assert exported("merged", "--dtype=float32") == final  # the checkpoint has no whole weights to convert
+    hidden.rename(whole)
+    adapter.unlink()
     capsys.readouterr()
     for options, said in (
         (["--merge"], ["global_step_1", "nothing to merge"]),

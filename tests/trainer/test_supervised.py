@@ -407,7 +407,7 @@ def as_chats(path, rows):
     [("a.csv", as_csv), ("a.jsonl", as_lines), ("b.jsonl", as_chats), ("a.parquet", write_rows)],
 )
 def test_rows_with_an_empty_answer_are_dropped_and_counted(name, write, tokenizer, tmp_path, caplog):
-    rows = [{"prompt": f"{n}+1=", "response": text} for n, text in enumerate(("1", "", "3", ""))]
+    rows = [{"prompt": f"{n}+1=", "response": text} for n, text in enumerate(("1", "", "3", " "))]
     options = {
         "prompt_key": "prompt",
         "answer_keys": {"response": "response"},

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from strop.checkpoint.folder import has_weights, require_own_files, source_in, verify
+from strop.checkpoint.folder import has_weights, require_own_files, source_of_export, verify
 from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import (
     ADAPTER_CONFIG,
@@ -73,7 +73,7 @@ def export(
         tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch,
     ):
         building = Path(scratch) / "model"
-        source = _local_role(checkpoint, role, Path(scratch), with_state=dtype is not None, merges=merge)
+        source = _local_role(checkpoint, role, Path(scratch), dtype, merge=merge)
         exported = source if _is_model(source) else source / "huggingface"
         if merge:
             if not is_adapter(exported):
@@ -122,12 +122,12 @@ def merge_adapter(adapter: Path, out: Path, dtype: str | None = None) -> None:
     write_model(out, model, layout, layout.convert(adapters.merged_from(source)), to)
 
 
-def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state: bool, merges: bool) -> Path:
+def _local_role(checkpoint: str | Path, role: str, scratch: Path, dtype: str | None, *, merge: bool) -> Path:
     """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded.
 
-    ``with_state``: with the float32 weights of the state, also where there are exported ones. ``merges``: an
-    adapter is wanted.
+    With a ``dtype`` these are the float32 weights of the state, also where there are exported ones.
     """
+    with_state = dtype is not None
     if is_url(checkpoint):
         url, local = str(checkpoint).rstrip("/"), scratch / "checkpoint"
         names = read_manifest(url)
@@ -135,7 +135,7 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path, *, with_state:
         needed = _needed(names, role, with_state=with_state)
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
-    local = source_in(Path(expand(checkpoint)), role=role, as_model=not (with_state or merges))
+    local = source_of_export(Path(expand(checkpoint)), role=role, dtype=dtype, merge=merge)
     if _is_model(local):
         require_own_files(local)
         require_unchanged(str(local), local, covering(local), remedy_of(local))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from strop import manifest
-from strop.config.paths import ADAPTER_CONFIG, runs_near
+from strop.config.paths import ADAPTER_CONFIG, is_adapter, runs_near
 from strop.errors import CheckpointError
 from strop.files import atomic_write_text, crash_point, read_json
 from strop.manifest import MANIFEST, TRAINER_STATE, Entry, Manifest
@@ -101,6 +101,20 @@ def source_in(
             f"{path} has no checkpoint of {wanted}; it has those of {', '.join(map(str, sorted(there)))}"
         )
     return there[chosen]
+
+
+def source_of_export(
+    path: Path, *, role: str, dtype: str | None, merge: bool, step: int | None = None, best: bool = False
+) -> Path:
+    """Return what ``strop export`` takes of ``path``, see ``source_in``: the model that the run publishes.
+
+    Another ``dtype`` is made of the float32 weights of the checkpoint, unless that has an adapter alone
+    (``lora_merge``), and ``merge`` needs the adapter.
+    """
+    published = source_in(path, role=role, step=step, best=best, as_model=True)
+    saved = source_in(path, role=role, step=step, best=best)
+    is_merged = not merge and is_adapter(saved / role / "huggingface")
+    return published if is_merged or not (dtype or merge) else saved
 
 
 def auto_class(folder: Path) -> str:

@@ -23,7 +23,6 @@ from strop.checkpoint.folder import (
     has_weights,
     iteration_of,
     latest_checkpoint,
-    newest_model,
     require_own_files,
 )
 from strop.checkpoint.model_card import model_card
@@ -145,14 +144,12 @@ def upload(model: Path, to: Publication, *, run_folder: Path | None, step: int |
 def model_of(
     source: str | Path, *, role: str, dtype: str | None = None
 ) -> Generator[tuple[Path, int | None]]:
-    """Yield the Hugging Face folder to upload and its iteration, of a checkpoint or of a run folder.
+    """Yield the Hugging Face folder to upload and its iteration, of a checkpoint or of such a folder.
 
-    A run folder stands for its newest model (``newest_model``). Weights that are only in shards, in a URL or
-    in another dtype are exported to a temporary folder.
+    Weights that are only in shards, in a URL or in another dtype are exported to a temporary folder.
     """
     if not is_url(source):
         source = Path(expand(source)).absolute()
-        source = newest_model(source) or source
         if dtype is None and ((source / "config.json").is_file() or is_adapter(source)):
             yield source, iteration_of(source)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from strop.checkpoint.folder import source_in
+from strop.checkpoint.folder import source_of_export
 from strop.cli.options import add_choice_of_iteration
 from strop.config.paths import expand, is_adapter, is_url, runs_near
 from strop.errors import CheckpointError, ConfigError
@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_url(source):
         if not Path(expand(source)).exists():
             raise CheckpointError(f"{source}: no such folder{runs_near(source)}")
-        as_published = arguments.dtype is None and not arguments.merge
-        which = {"step": arguments.step, "best": arguments.best, "as_model": as_published}
-        source = str(source_in(Path(expand(source)), role=arguments.role, **which))
+        names = ("role", "step", "best", "dtype", "merge")
+        which = {name: getattr(arguments, name) for name in names}
+        source = str(source_of_export(Path(expand(source)), **which))
     if arguments.out is not None:
         from strop.checkpoint.export import export
 

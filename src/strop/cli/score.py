@@ -42,7 +42,7 @@ from strop.trainer.evaluation import reward_keys
 
 PREPARED_TRUTH = "reward_model.ground_truth"
 GROUND_TRUTH_COLUMNS = (PREPARED_TRUTH, "ground_truth")
-_MAY_BE_TRUTHS = ("solution", "answer")
+_MAY_BE_TRUTHS = ("completion", "output", "solution", "answer")
 _WITHOUT_GROUND_TRUTH = ("format", "length")
 
 
@@ -195,8 +195,9 @@ class _Rows:
     """The rows of the file as samples, with the named values that a user's function takes, as in training.
 
     Columns that no option names are those of the first row. Numbers in those of prompt, response and ground
-    truth are text, as in training in the columns that keys name. Token ids are those of the columns that
-    strop writes, else the tokenizer's.
+    truth are text, as in training in the columns that keys name; a user's function gets the numbers of a
+    ground truth that no option names, as in training. Token ids are those of the columns that strop writes,
+    else the tokenizer's.
     """
 
     def __init__(self, arguments: argparse.Namespace, scorer: ScoreFunction | Scorer) -> None:
@@ -219,16 +220,18 @@ class _Rows:
     def samples(self) -> Iterator[Sample]:
         """Yield a sample for each row. Raises ``DataError`` with the number of a row that is not usable.
 
-        At the end it is raised for a ``solution`` or ``answer`` that no option names and that is the ground
-        truth of every row: files of ``strop prepare table`` keep that column.
+        At the end it is raised for a column that may be one of right answers, that no option names and that
+        is the ground truth of every row: files of ``strop prepare table`` keep theirs.
         """
-        row, is_truth = {}, True
-        for number, row in enumerate(itertools.islice(self._rows(), self._arguments.limit)):
+        row, is_truth, rows = {}, True, enumerate(self._rows())
+        for number, row in itertools.islice(rows, self._arguments.limit):
             with self._located(number, row):
                 sample = self._sample(row)
             is_truth = is_truth and sample.solution_str == _prepared_truth(row)
             yield sample
-        if row and is_truth and not self._is_named and self._response in _MAY_BE_TRUTHS:
+        if not row or not is_truth or self._is_named or self._response not in _MAY_BE_TRUTHS:
+            return
+        if all(value_at(row, self._response) == _prepared_truth(row) for _, row in rows):  # beyond --limit
             raise DataError(
                 f"{self._arguments.file}: the column {self._response} equals {PREPARED_TRUTH} in every row, "
                 "so it may hold the right answers: name the column of the model's answers with "
@@ -250,22 +253,23 @@ class _Rows:
             return
         (first,) = to_rows(data.slice(0, 1))
         with self._located(0, first):
-            # not the prepared ground truth, a nested one, whose numbers training keeps, too
-            found = {column for column in self._choose(first) if column in first} - texts
+            self._choose(first)
+        # not the ground truth of a user's function, whose numbers training keeps where no key names it
+        scored = {self._response, None if self._custom else self._truth}
+        found = {column for column in scored if column in first} - texts
         if not all(isinstance(first[column], str) for column in found):
             data = read_table(file, texts=texts | found)  # of CSV the text of the file, 1.50 and not 1.5
         data = with_texts(data, texts | found)
         for start in range(0, len(data), CHUNK_ROWS):
             yield from to_rows(data.slice(start, CHUNK_ROWS))
 
-    def _choose(self, row: dict[str, Any]) -> Iterator[str]:
-        """Yield the columns of response and ground truth, by ``row`` where no option names them."""
+    def _choose(self, row: dict[str, Any]) -> None:
+        """Set the columns of response and ground truth by ``row`` where no option names them."""
         if not self._is_named:
             free = [column for column in RESPONSE_COLUMNS if column != self._truth]
             self._response = _first(row, free, "--response-column")
         if self._needs_truth:
             self._truth = self._truth or _first(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
-        yield from filter(None, (self._response, self._truth))
 
     @contextlib.contextmanager
     def _located(self, number: int, row: Mapping[str, Any]) -> Generator[None]:

@@ -211,7 +211,8 @@ class AnsweredDataset:
 
         Raises ``DataError`` for the first of them if no row is left.
         """
-        texts = {column: self._table.table.column(column).cast(pa.large_string()) for column in columns}
+        found = {column: self._table.table.column(column).cast(pa.large_string()) for column in columns}
+        texts = {column: pc.call_function("utf8_trim_whitespace", [found[column]]) for column in columns}
         empty = {
             column: pc.call_function("equal", [values, pa.scalar("", pa.large_string())]).to_numpy()
             for column, values in texts.items()

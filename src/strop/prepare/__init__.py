@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,11 +132,27 @@ def _storable(name: str, rows: list[dict[str, Any]]) -> pa.Table:
         if has_exact and pa.types.is_string(kind):
             table = table.set_column(number, column, table.column(column).cast(pa.json_()))
             continue
+        if has_exact and pa.types.is_struct(kind):
+            given = [row.get(column) for row in rows]
+            table = table.set_column(number, column, _with_json(table.column(column).combine_chunks(), given))
+            continue
         is_changed = has_exact and column in ("prompt", "tools")
         if is_changed or "struct<>" in str(kind):  # parquet has no empty records
             texts = [None if row.get(column) is None else json.dumps(row[column]) for row in rows]
             table = table.set_column(number, column, pa.array(texts, pa.string()))
     return table.select(visible_names(table.column_names))
+
+
+def _with_json(values: pa.Array, given: Sequence[Any]) -> pa.Array:
+    """Return a column of records whose JSON texts, made of the fields of ``given``, have the type of such."""
+    kind = values.type
+    if pa.types.is_string(kind) and any(isinstance(one, list | dict) for one in given):
+        return values.cast(pa.json_())
+    if not pa.types.is_struct(kind):
+        return values
+    fields = [[None if one is None else one.get(field.name) for one in given] for field in kind]
+    parts = [_with_json(*both) for both in zip(values.flatten(), fields, strict=True)]
+    return pa.StructArray.from_arrays(parts, [field.name for field in kind], mask=values.is_null())
 
 
 def _require_same_columns(path: Path, columns: list[str]) -> None:

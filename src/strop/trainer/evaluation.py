@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.checkpoint.folder import holds_run, model_in
+from strop.checkpoint.folder import auto_class, holds_run, model_in
 from strop.config.backends import ROLLOUTS
 from strop.config.memory.facts import read_model_facts
 from strop.config.paths import (
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from strop.tracking.report import ValidationReport
 
 logger = logging.getLogger(__name__)
-
-_SCORER = 'ForSequenceClassification"'
-"""End of the class in ``config.json`` of a reward model."""
-
 
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
 _CUSTOM = "custom_reward_function"
@@ -72,7 +68,8 @@ def evaluate(
 
 def _require_free(out: Path) -> None:
     kind, found = ("an evaluation", RESULTS) if (out / RESULTS).exists() else ("a run", holds_run(out))
-    if found is not None:
+    was_killed = found == "config.yaml" and (out / SAMPLES).exists()  # an evaluation, before its last file
+    if found is not None and not was_killed:
         raise ConfigError(
             f"trainer.default_local_dir={out}: it holds {kind} ({found}), and config.yaml there would be "
             "replaced; name another folder"
@@ -161,9 +158,7 @@ def settings(
             raise ConfigError(f"actor_rollout_ref.model.path={model}: no such folder here{near}")
         folder = model_in(folder, step=step, best=best)
         model = str(folder)
-        if (described := folder / "config.json").is_file() and _SCORER in described.read_text(
-            errors="replace"
-        ):
+        if auto_class(folder) == "AutoModelForSequenceClassification":
             raise ConfigError(f"{model} is a reward model, which scores answers: give it with --reward-model")
     base = None
     if not is_url(model) and is_adapter(Path(model)):

@@ -48,11 +48,14 @@ def groups(config: Config) -> Iterator[Finding]:
     """
     name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     if n == 1 and "uid" in inputs_of(name) and has_reward(config) and not config.trainer.val_only:
-        found = f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
+        alone = (
+            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={name}: the only answer to a prompt has no other "
+            "to be compared with"
+        )
         if name in estimators():
-            yield error(f"{found}to be compared with, so every advantage is 0 (expected n >= 2)")
+            yield error(f"{alone}, so every advantage is 0 (expected n >= 2)")
         else:
-            yield warning(f"{found}that an estimator by uid could compare it with (expected n >= 2)")
+            yield warning(f"{alone} (expected n >= 2 for an estimator that reads uid)")
 
 
 def scaled_kl(config: Config) -> Iterator[Finding]:
