@@ -118,12 +118,18 @@ def own(chosen_log_prob, beta, scale):
     return chosen_log_prob * beta * scale
 
 
+def with_any(chosen_log_prob, beta, **options):
+    return chosen_log_prob * beta * options["scale"]
+
+
 def no_such_input(chosen_log_prob, values):
     return chosen_log_prob + values
 
 
 def test_a_loss_of_ones_own_takes_settings_and_further_arguments():
     bound = get_preference_loss(f"{__name__}:own", {**SETTINGS, "beta": 2.0}, {"scale": 3.0})
+    assert call(bound, {"chosen_log_prob": torch.tensor([1.0])}).tolist() == [6.0]
+    bound = get_preference_loss(f"{__name__}:with_any", {**SETTINGS, "beta": 2.0}, {"scale": 3.0})
     assert call(bound, {"chosen_log_prob": torch.tensor([1.0])}).tolist() == [6.0]
 
 

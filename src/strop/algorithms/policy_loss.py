@@ -19,7 +19,6 @@ of ``correction``. k = log_prob - old_log_prob is clamped to +-20 everywhere, so
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -29,7 +28,7 @@ import torch
 
 from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.algorithms.kl import k3
-from strop.algorithms.registry import register, require_parameters, resolve
+from strop.algorithms.registry import register, resolve, with_options
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,14 +79,11 @@ def get_policy_loss(
     """
     key = "actor_rollout_ref.actor.policy_loss"
     policy_loss = resolve(name_or_import_path, POLICY_LOSSES, key=key)
-    kwargs, available = kwargs or {}, INPUTS | EXTRA_INPUTS
-    if reserved := sorted(kwargs.keys() & available):
-        raise ConfigError(f"{key}_kwargs: {', '.join(reserved)} cannot be set here: the run computes them")
-    if unknown := sorted(kwargs.keys() - inspect.signature(policy_loss).parameters.keys()):
-        raise ConfigError(f"{key}_kwargs: {key}={name_or_import_path!r} does not take {', '.join(unknown)}")
-    bound = functools.partial(policy_loss, **kwargs) if kwargs else policy_loss
-    require_parameters(bound, available - set(absent) | kwargs.keys(), key=f"{key}={name_or_import_path!r}")
-    return bound
+    computed = INPUTS | EXTRA_INPUTS
+    available = computed - set(absent)
+    return with_options(
+        policy_loss, kwargs or {}, key=key, name=name_or_import_path, computed=computed, available=available
+    )
 
 
 def extra_inputs(policy_loss: PolicyLossFunction) -> list[str]:

@@ -16,14 +16,12 @@ Any other parameter is a setting with a default: ``beta``, ``label_smoothing`` a
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from strop.algorithms.registry import accepted, register, require_parameters, required_parameters, resolve
-from strop.errors import ConfigError
+from strop.algorithms.registry import accepted, register, required_parameters, resolve, with_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,15 +110,12 @@ def get_preference_loss(
     """
     key = "update.loss"
     loss = resolve(name_or_import_path, PREFERENCE_LOSSES, key=key)
-    kwargs = kwargs or {}
-    if reserved := sorted(kwargs.keys() & {*PREFERENCE_INPUTS, *settings}):
-        raise ConfigError(f"{key}_kwargs: {', '.join(reserved)} cannot be set here: the run gives them")
-    if unknown := sorted(kwargs.keys() - inspect.signature(loss).parameters.keys()):
-        raise ConfigError(f"{key}_kwargs: {key}={name_or_import_path!r} does not take {', '.join(unknown)}")
     given = {name: value for name, value in settings.items() if value is not None}
-    bound = functools.partial(loss, **accepted(loss, given), **kwargs)
-    require_parameters(bound, {*PREFERENCE_INPUTS, *given, *kwargs}, key=f"{key}={name_or_import_path!r}")
-    return bound
+    bound = functools.partial(loss, **accepted(loss, given))
+    computed, available = {*PREFERENCE_INPUTS, *settings}, {*PREFERENCE_INPUTS, *given}
+    return with_options(
+        bound, kwargs or {}, key=key, name=name_or_import_path, computed=computed, available=available
+    )
 
 
 def needs_reference(loss: PreferenceLossFunction) -> bool:

@@ -76,6 +76,30 @@ def require_parameters(function: Function, available: Collection[str], *, key: s
         )
 
 
+def with_options(
+    function: Function,
+    options: Mapping[str, Any],
+    *,
+    key: str,
+    name: str,
+    computed: Collection[str],
+    available: Collection[str],
+) -> Function:
+    """Return the function called ``name`` of ``key`` with the ``options`` that ``<key>_kwargs`` gives it.
+
+    Raises:
+        ConfigError: an option is in ``computed``, the inputs that the run gives, or the function has no
+            parameter for it, or it requires one that is not ``available``.
+    """
+    if taken := sorted(options.keys() & set(computed)):
+        raise ConfigError(f"{key}_kwargs: {', '.join(taken)} cannot be set here: the run gives them")
+    if unknown := sorted(options.keys() - accepted(function, options).keys()):
+        raise ConfigError(f"{key}_kwargs: {key}={name!r} does not take {', '.join(unknown)}")
+    found = functools.partial(function, **options) if options else function
+    require_parameters(found, {*available, *options}, key=f"{key}={name!r}")
+    return found
+
+
 def required_parameters(function: Function) -> frozenset[str]:
     """Return the names of the parameters without a default."""
     return frozenset(

@@ -55,6 +55,11 @@ def locate(path: str | Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
+def words_of(tokenizer: Any) -> int:
+    """Return the number of words that a tokenizer makes: one more than its largest id."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a tokenizer that pads on the left.
 

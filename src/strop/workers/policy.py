@@ -46,6 +46,7 @@ from strop.environments.pool import EnvironmentPool
 from strop.errors import CheckpointError, ModelError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.manifest import covering
+from strop.models.folder import words_of
 from strop.models.loader import dtype_named
 from strop.models.teaching import Teaching
 from strop.protocol import DataProto
@@ -56,7 +57,7 @@ from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, options_of
 from strop.workers.losses import Recorder, actor_objective
 from strop.workers.memory import phase
-from strop.workers.teacher import cut_passes, teacher_columns, words_of
+from strop.workers.teacher import cut_passes, teacher_columns
 
 
 class ActorRolloutRefWorker(RoleWorker):

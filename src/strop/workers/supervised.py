@@ -35,13 +35,14 @@ from strop.config.schema.teacher import THE_POLICY
 from strop.controller.group import Dispatch, register
 from strop.engines.base import Engine, Loss
 from strop.engines.micro_batches import MicroBatching
+from strop.models.folder import words_of
 from strop.models.scorer import REWARD_MEAN, REWARD_STD
 from strop.models.teaching import Teaching
 from strop.protocol import DataProto
 from strop.workers.base import Worker, options_of
 from strop.workers.losses import pair_figures, preference_loss
 from strop.workers.memory import phase
-from strop.workers.teacher import teacher_columns, words_of
+from strop.workers.teacher import teacher_columns
 
 
 class SupervisedWorker(Worker[Supervised]):

@@ -17,6 +17,7 @@ from strop.config.schema.teacher import Teacher, teachers_of
 from strop.controller.group import Dispatch, register
 from strop.engines.base import Engine
 from strop.engines.micro_batches import MicroBatching, masked_row, require_no_tree
+from strop.models.folder import words_of
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker, options_of
 from strop.workers.memory import phase
@@ -106,11 +107,6 @@ def _scores(scorer: Any, words: int, batch: DataProto) -> DataProto:
     for row, real_L, scores in zip(found_BL, real_BL, scorer.score(rows), strict=True):
         row[real_L.nonzero()[1:, 0]] = scores  # a row's first id has none
     return DataProto({"teacher_log_prob": found_BL[:, -mask_BT.shape[1] :] * mask_BT})
-
-
-def words_of(tokenizer: Any) -> int:
-    """Return the number of words that a tokenizer makes: one more than its largest id."""
-    return 1 + max(tokenizer.get_vocab().values())
 
 
 def cut_passes(worker: Any) -> dict[str, int]:

@@ -17,6 +17,7 @@ from strop.errors import ConfigError, raised_as
 from strop.listening import distinct_urls, fault_of_token, is_loopback, server_faults
 from strop.rollout.http.keys import NAMES
 from strop.rollout.vllm.kind import KIND as VLLM
+from strop.rollout.vllm.kind import number_bytes
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TOKEN_KEY = f"{_ROLLOUT}.http.token_env"
@@ -65,7 +66,7 @@ class HTTPKind(RolloutKind):
             return Forecast({}, {})
         rollout = config.actor_rollout_ref.rollout
         own = 0 if rollout.http.urls or uses_gpu(config) else rollout.http.start.n
-        copy = weights(facts, 4 if self.dtype(config) == "float32" else 2)
+        copy = weights(facts, number_bytes(config))
         received = own * self.ranks(config) if rollout.weight_transfer == "broadcast" else 0
         copies = own + received + (rollout.weight_transfer != "disk")
         return Forecast({"weights in servers and on their way": copy and copies * copy}, {})

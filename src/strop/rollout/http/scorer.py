@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.models.folder import words_of
 from strop.rollout.http.kind import token_of
 from strop.rollout.http.pool import Pool, PoolThread
 from strop.rollout.http.wire import FIRST_VERSION
@@ -30,9 +31,8 @@ class Scorer:
             "vocabulary": vocabulary_digest(tokenizer),
             "weight_version": FIRST_VERSION,  # else a run trains them
         }
-        ids = 1 + max(tokenizer.get_vocab().values())
-        name = "teacher.servers"
-        self._pool = Pool(settings, expected, ids, token_of(settings), keeps_weights=True, name=name)
+        words, name = words_of(tokenizer), "teacher.servers"
+        self._pool = Pool(settings, expected, words, token_of(settings), keeps_weights=True, name=name)
         self._thread = PoolThread(self._pool)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:

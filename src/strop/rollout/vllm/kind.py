@@ -171,7 +171,7 @@ class VLLMKind(RolloutKind):
         copy, cache = None, None
         if facts is not None:
             ranks, placement = tensor_parallel_size(config), Placement.from_config(config)
-            copy = weights(facts, _number_bytes(config), ranks)
+            copy = weights(facts, number_bytes(config), ranks)
             cache = cache_of_rank(config, facts, ranks, placement.ranks(placement.rollout_role) // ranks)
         if config.trainer.device == "cpu" or not sleeps(config):
             return Forecast({"vLLM: weights": copy, "vLLM: KV cache, at most": cache}, {})
@@ -211,7 +211,7 @@ def sleeps(config: Any) -> bool:
 
 def _needs(config: Any, facts: ModelFacts, ranks: int) -> dict[str, int]:
     """Return the bytes that vLLM measures on one of an engine's ranks, and those of the longest sequence."""
-    size = 4 if KIND.dtype(config) == "float32" else 2
+    size = number_bytes(config)
     rollout = config.actor_rollout_ref.rollout
     length = config.data.max_prompt_length + config.data.max_response_length
     tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
@@ -224,9 +224,10 @@ def _needs(config: Any, facts: ModelFacts, ranks: int) -> dict[str, int]:
     }
 
 
-def _number_bytes(config: Any) -> int:
-    """Return the bytes of a number of the weights and the cache; the larger figure for ``auto``."""
-    return 2 if KIND.dtype(config) in ("bfloat16", "float16") else 4
+def number_bytes(config: Any) -> int:
+    """Return the bytes of a number of the weights and the cache."""
+    dtype = KIND.dtype(config)
+    return 4 if dtype == "float32" or (dtype == "auto" and not uses_gpu(config)) else 2
 
 
 def cache_of_rank(config: Any, facts: ModelFacts, ranks: int, engines: int) -> int:
@@ -238,7 +239,7 @@ def cache_of_rank(config: Any, facts: ModelFacts, ranks: int, engines: int) -> i
     """
     length = config.data.max_prompt_length + config.data.max_response_length
     tokens = sequences_of_engine(config, engines) * (-(-length // _BLOCK) + 1) * _BLOCK
-    wanted = tokens * cache_bytes(facts, _number_bytes(config)) // ranks
+    wanted = tokens * cache_bytes(facts, number_bytes(config)) // ranks
     if (memory := memory_for(config)) is None:
         return wanted
     # the servers that a run starts on a CPU are in none of its pools
