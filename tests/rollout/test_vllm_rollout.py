@@ -120,6 +120,24 @@ def test_a_sample_depends_on_its_seed_and_on_no_other_sample(shared):
     assert not torch.equal(shared.generate(prompts, params).batch["responses"], whole.batch["responses"])
 
 
+def test_the_engine_has_few_more_requests_than_it_runs_at_once(shared, monkeypatch):
+    """Pictures of a request are prepared when it is added: of a whole batch they would fill the memory."""
+    params = SamplingParams(max_tokens=12, n=3)
+    prompts = prompts_of(LENGTHS, n=3)
+    whole, waiting = shared.generate(prompts, params), []
+    engine, add = shared._llm.llm_engine, shared._add
+
+    def counted(*request):
+        add(*request)
+        waiting.append(engine.get_num_unfinished_requests())
+
+    monkeypatch.setattr(shared, "_add", counted)
+    monkeypatch.setattr(engine.vllm_config.scheduler_config, "max_num_seqs", 2)  # the scheduler runs 16
+    few = shared.generate(prompts, params)
+    assert (len(waiting), max(waiting)) == (15, 4)
+    assert torch.equal(few.batch["responses"], whole.batch["responses"])
+
+
 def test_samples_are_reported_when_they_are_finished(shared):
     reported = []
     params = SamplingParams(max_tokens=14, n=3, stop_token_ids=(7, 8, 9, 10))

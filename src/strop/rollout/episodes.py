@@ -2,8 +2,9 @@
 
 ``Episodes`` belongs to an engine. Between two calls of the engine a sample is its tokens and the record of
 its turns: where no process has its environment, as after a resume, that is made again from the row and its
-seed, and plays the recorded turns again. Answers are inserted in the order of rows once all are there, so
-that a sample does not depend on which environment is fast.
+seed, and plays the recorded turns again. Where samples depend on what runs with them, answers are inserted in
+the order of rows once all are there (``answer``), else as they arrive (``ask``): no sample depends on which
+environment is fast.
 """
 
 from __future__ import annotations

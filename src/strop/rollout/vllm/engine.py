@@ -12,6 +12,7 @@ import gc
 import itertools
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -81,6 +82,9 @@ from strop.rollout.vllm.settings import (
 from strop.rollout.weights import UNEQUAL
 
 logger = logging.getLogger(__name__)
+_AHEAD = 2
+"""Requests that the engine has, relative to those that it runs at once: pictures of a request are prepared
+when it is added, and kept until it ends."""
 _LOOK_EVERY = 16
 """Steps of an engine over several ranks from one look at ``stopping`` to the next, which is a collective."""
 
@@ -255,10 +259,11 @@ class VLLMRollout(QueuedRollout):
             else:
                 self.advanced(1, 0)
 
-        for row in range(len(batch.lengths)):
-            go_on(row)
+        waiting = deque(range(len(batch.lengths)))
         try:
-            while running or asked:
+            while running or asked or waiting:
+                while waiting and len(running) < _AHEAD * at_once:
+                    go_on(waiting.popleft())
                 self.require_going_on()
                 while asked and not (running and arrived.empty()):
                     row, insert = self._arrival(arrived)
@@ -302,13 +307,14 @@ class VLLMRollout(QueuedRollout):
         share = (oldest.own.stop - oldest.own.start) / len(oldest.complete)  # other ranks report theirs
         advanced = self.advanced if self._episodes is None else tokens_only(self.advanced)
         advanced(share * (len(oldest.complete) - left), 0)
+        number, waiting = 0, deque(running)
         try:
-            for key, (batch, row) in running.items():
-                # Of a later batch the tokens are needed whenever the first one is complete.
-                kind = RequestOutputKind.FINAL_ONLY if batch is oldest else RequestOutputKind.CUMULATIVE
-                self._add(key, batch, row, kind)
-            number = 0
             while left:
+                while waiting and engine.get_num_unfinished_requests() < _AHEAD * at_once:
+                    batch, row = running[key := waiting.popleft()]
+                    # Of a later batch the tokens are needed whenever the first one is complete.
+                    kind = RequestOutputKind.FINAL_ONLY if batch is oldest else RequestOutputKind.CUMULATIVE
+                    self._add(key, batch, row, kind)
                 self._look(number)
                 number += 1
                 steps, before = list[Any](engine.step()), left
@@ -325,7 +331,7 @@ class VLLMRollout(QueuedRollout):
                 # about: outputs come with the last token of a sample
                 advanced(share * (before - left), share * min(before, at_once))
         finally:
-            engine.abort_request(list(running))
+            engine.abort_request([*running.keys() - set(waiting)])
         return [*outputs.values()]
 
     def _look(self, step: int) -> None:
