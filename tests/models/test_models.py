@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from strop.config.memory.facts import facts_of_loaded, read_model_facts
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm, defer_scorer
 from strop.models.folder import end_token_ids, generation_config_of, load_model_config
@@ -119,6 +120,20 @@ def test_dropout_is_off_and_overrides_are_applied(tmp_path):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     loaded = load_causal_lm(tmp_path, override_config={"embd_pdrop": 0.5})
     assert (loaded.config.resid_pdrop, loaded.config.attn_pdrop, loaded.config.embd_pdrop) == (0, 0, 0.5)
+
+
+def test_sizes_that_differ_from_layer_to_layer_are_read(tmp_path):
+    """Gemma 4's layers of full attention have wider heads; transformers refuses to name one width for all."""
+    kinds = ["sliding_attention", "full_attention"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    config = transformers.Gemma4TextConfig(
+        hidden_size=32, num_hidden_layers=2, layer_types=kinds, vocab_size=19, **heads
+    )
+    config.save_pretrained(tmp_path)
+    loaded = load_model_config(tmp_path)
+    assert loaded.per_layer_attributes == {"head_dim"}
+    for facts in (facts_of_loaded(loaded), read_model_facts(str(tmp_path))):
+        assert (facts.head_size, facts.kv_width, facts.layers) == (16, 32, 2)
 
 
 def test_an_override_is_laid_over_a_configuration_inside(tmp_path):

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from strop.config.memory.facts import attribute_of
 from strop.config.names import is_installed
 from strop.config.paths import gguf_files, reason_no_model, weight_map
 from strop.errors import ConfigError, MissingExtraError, ModelError, did_you_mean, raised_as
@@ -134,7 +135,7 @@ def _require_sizes(config: PretrainedConfig, path: str | Path) -> None:
     text, file = config.get_text_config(decoder=True), Path(path) / "config.json"
     written = json.loads(file.read_bytes()) if text is config and file.is_file() else None
     for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", *_FURTHER_SIZES):
-        value = getattr(text, name, None)
+        value = attribute_of(text, name)
         names = {name, text.attribute_map.get(name, name)}
         if written is not None and name.startswith("num_") and name not in _FURTHER_SIZES:
             is_computed = isinstance(getattr(type(text), name, None), property)

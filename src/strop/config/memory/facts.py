@@ -197,7 +197,9 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
     shape = config.get("text_config", config)
     heads = shape["num_attention_heads"]
     kv_heads = shape.get("num_key_value_heads") or heads
-    head_size = shape.get("head_dim") or shape["hidden_size"] // heads
+    of_layers = [one.get("head_dim") for one in (shape.get("per_layer_config") or {}).values()]
+    sizes = [*filter(None, (shape.get("head_dim"), shape.get("global_head_dim"), *of_layers))]
+    head_size = max(sizes, default=shape["hidden_size"] // heads)
     return ModelFacts(
         parameters=parameters,
         layers=shape["num_hidden_layers"],
@@ -215,7 +217,18 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
 def facts_of_loaded(config: Any, parameters: int | None = None) -> ModelFacts:
     """Return facts from a loaded configuration of transformers, but for its encoder of pictures."""
     shape = config.get_text_config()  # its attributes have one name in all families, unlike its keys
-    return facts_of({name: getattr(shape, name, None) for name in SHAPE_KEYS}, parameters)
+    return facts_of({name: attribute_of(shape, name) for name in SHAPE_KEYS}, parameters)
+
+
+def attribute_of(config: Any, name: str) -> Any:
+    """Return an attribute of a configuration of transformers, None without it.
+
+    Of one that differs from layer to layer, as ``head_dim`` of Gemma 4, which cannot be read as a whole, it
+    is the largest.
+    """
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return max(getattr(layer, name) for layer in config.per_layer_config)
+    return getattr(config, name, None)
 
 
 def _encoder(shape: Mapping[str, Any]) -> Encoder | None:
