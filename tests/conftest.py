@@ -23,6 +23,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Colours and widths of the terminal would be those of the outputs that tests compare.
+for _name in ("FORCE_COLOR", "COLUMNS"):
+    os.environ.pop(_name, None)
 # A shell that starts tests in the background has SIGINT ignored, and nohup SIGHUP, which the runs they start
 # would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,6 +60,13 @@ class _Failures:
         if report.failed:
             terminal = self._config.pluginmanager.get_plugin("terminalreporter")
             terminal.write_line(f"\nFAILED {report.nodeid} in its {report.when}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let random numbers of torch depend on no earlier test."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +162,7 @@ _WAITING = (
     "tests/e2e/test_turn_runs.py",
     "tests/e2e/test_serve.py",
     "tests/trainer/test_lost_folder.py",
+    "tests/test_process_tree.py",
     "tests/benchmarks/test_gpu.py",
     "tests/models/test_deferred.py",
     "tests/data/test_data_download_processes.py",
@@ -166,8 +177,13 @@ _VLLM = (
     "tests/e2e/test_vllm_run.py",
 )
 _LONGEST = (
+    "tests/rollout/test_http_servers.py",
     *_RAY_RUNS,
     "tests/e2e/test_ray.py",
+    "tests/e2e/test_turn_settings.py",
+    "tests/e2e/test_agent_settings.py",
+    "tests/e2e/test_killed_turns.py",
+    "tests/e2e/test_picture_runs.py",
     *_VLLM,
     "tests/e2e/test_resume.py",
     "tests/engines/test_sharded_engine.py",

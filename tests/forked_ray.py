@@ -26,8 +26,11 @@ def use(folder: str) -> None:
     import forked
 
     address = os.path.join(folder, "ray")
-    forked.CONTEXT.Process(target=_serve, args=(address, os.getcwd()), daemon=True).start()
+    server = forked.CONTEXT.Process(target=_serve, args=(address, os.getcwd()), daemon=True)
+    server.start()
     while not os.path.exists(address):
+        if server.exitcode is not None:
+            raise RuntimeError(f"the server of Ray's workers ended with status {server.exitcode}")
         time.sleep(0.05)
     os.environ[ADDRESS] = address
     ray_constants.SETUP_WORKER_FILENAME = os.path.abspath(__file__)  # joined to Ray's folder, and absolute

@@ -52,7 +52,12 @@ def main(arguments: list[str]) -> int:
         for name, output in outputs.items():
             print(f"\n===== tests that are {name}\n{output.read_text()}", flush=True)
         print(skipped(output.read_text() for output in outputs.values()), flush=True)
-    return max(0 if status == NO_TESTS_COLLECTED else status for status in statuses.values())
+    return exit_status(statuses.values())
+
+
+def exit_status(statuses: Iterable[int]) -> int:
+    """Return 1 if a lane failed, or was killed: the status is then negative."""
+    return int(any(status not in (0, NO_TESTS_COLLECTED) for status in statuses))
 
 
 def skipped(outputs: Iterable[str]) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from lanes import skipped
+import pytest
+
+from lanes import exit_status, skipped
 
 OUTPUT = """\
 ..s.                                                                     [100%]
@@ -17,3 +19,10 @@ def test_the_last_line_counts_skipped_tests_by_their_reasons():
     line = skipped([OUTPUT, other])
     assert line == "Skipped tests: 6: 3 (no bwrap: apt-get install bubblewrap); 3 (needs a GPU)"
     assert skipped(["3 passed in 1.00s\n"]) == "Skipped tests: 0"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [((0, 0), 0), ((5, 0), 0), ((0, 1), 1), ((2, 5), 1), ((0, -9), 1), ((-9, 1), 1)]
+)
+def test_a_lane_that_fails_or_is_killed_fails_the_suite(statuses: tuple[int, int], expected: int):
+    assert exit_status(statuses) == expected
