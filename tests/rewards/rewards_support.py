@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from strop.rewards.arguments import Sample
+from strop.rewards.worker import pool
 
 WIDTH = 24
 """Response tokens of the batches here."""
@@ -24,6 +28,20 @@ def none_within(look: Callable[[], list[int]], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def cut_off_once(monkeypatch: pytest.MonkeyPatch, hangs: Callable[[Sample], bool]) -> None:
+    """Let the deadline of a sample pass once ``hangs`` is true of it, and that of no other one."""
+    plain = pool._Conversation._is_alive  # polled while a sample is waited for
+
+    def is_alive(self: Any) -> bool:
+        for request in self._begun():
+            if any(hangs(pickle.loads(content)) for content in request.contents):
+                request.deadline = 0.0
+                raise TimeoutError
+        return plain(self)
+
+    monkeypatch.setattr(pool._Conversation, "_is_alive", is_alive)
 
 
 def real_rows(folder: str, *names: str) -> list[dict[str, Any]]:

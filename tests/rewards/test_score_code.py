@@ -5,14 +5,13 @@ import json
 import os
 import select
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rewards_support import SHARED_DATA, children
+from rewards_support import SHARED_DATA, children, cut_off_once
 
 from strop.cli.main import main
 from strop.errors import ConfigError
@@ -224,28 +223,33 @@ def test_without_bubblewrap_a_run_with_code_does_not_start(tokenizer: Any):
         manager.validate_sources(["google-research-datasets/mbpp", "openai/gsm8k"])
 
 
-def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
+def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along(monkeypatch: pytest.MonkeyPatch):
     sample = Sample("openai/openai_humaneval", "while True: pass", json.dumps(DOUBLE))
     handles: list[int] = []
+    ended = threading.Event()
+    cut_off_once(monkeypatch, lambda cut: cut == sample and len(handles) >= 5)
     before = children()
     with contextlib.closing(
-        RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=4.0)
+        RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=60.0)
     ) as process:
         process.start()
         (scoring,) = children() - before
 
         def watch() -> None:
-            time.sleep(2.0)
-            handles.extend(os.pidfd_open(identity) for identity in [scoring, *descendants(scoring)])
+            while not handles and not ended.wait(0.02):
+                if len(found := [scoring, *descendants(scoring)]) >= 5:
+                    with contextlib.suppress(ProcessLookupError):  # one that only started others
+                        handles.extend([os.pidfd_open(identity) for identity in found])
 
         watching = threading.Thread(target=watch)
         watching.start()
         outcome = process.evaluate(sample)
+        ended.set()
         watching.join()
         assert outcome.status == "timeout"
         assert len(handles) >= 5
         for handle in handles:
-            assert select.select([handle], [], [], 10.0)[0], "a process outlived the scoring process"
+            assert select.select([handle], [], [], 60.0)[0], "a process outlived the scoring process"
             os.close(handle)
         assert process.evaluate(sample._replace(solution_str="def double(x): return 2 * x")).score == 1.0
 

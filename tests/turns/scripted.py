@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 
 from strop.columns import ENDED_BY
 from strop.config.load import load_config
 from strop.data.loader import collate
 from strop.data.prompts import AUTO, encode_prompts
+from strop.environments import pool
 from strop.environments.loading import Environments, load_environments
 from strop.environments.pool import EnvironmentPool
 from strop.passed import passing
@@ -126,6 +128,32 @@ class Script:
             return self.batch.result(pad_token_id=0, eos_token_ids=[STOP], hidden_token_ids=[]).union(turns)
         finally:
             self.pool.close()
+
+
+def cut_off_once(monkeypatch: pytest.MonkeyPatch, is_late: Callable[[Any, bool], bool]) -> None:
+    """Let the deadline of a request pass once ``is_late`` is true of it, and that of no other one.
+
+    ``is_late`` gets the request, and True if its episode has begun in its process.
+    """
+    plain = pool._Process._receive  # polled while a request is waited for
+
+    def receive(self: Any) -> None:
+        for request in self._in_flight.values():
+            if is_late(request, self._is_begun(request)):
+                request.deadline = 0.0
+        plain(self)
+
+    monkeypatch.setattr(pool._Process, "_receive", receive)
+
+
+def calls(name: str) -> Callable[[Any, bool], bool]:
+    """Return a function for ``cut_off_once``: of turns that call a method, once they are begun."""
+
+    def is_late(request: Any, is_begun: bool) -> bool:
+        turn = request.content.get("turn", {"calls": []})
+        return is_begun and any(one["name"] == name for one in turn["calls"])
+
+    return is_late
 
 
 def resumed(before: Script, environments: Environments, **options: Any) -> Script:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import own_and_orphans
+from processes import none_left, with_token
 
-from scripted import Script, answers, call, ended_by, environments_of
+from scripted import Script, answers, call, calls, cut_off_once, ended_by, environments_of
 
 
 class Unprintable(Exception):
@@ -253,10 +253,20 @@ class HangsInReset:
 
 
 @pytest.mark.slow
-def test_a_sample_whose_reset_hangs_is_lost_once(tmp_path):
+def test_a_sample_whose_reset_hangs_is_lost_once(tmp_path, monkeypatch):
     rows = {"hangs": [True, False], "log": [str(tmp_path / "hangs"), str(tmp_path / "fine")]}
     scripts = [["a", "b", "c"]] * 2
-    result = Script(environments_of(own=HangsInReset), scripts, rows=rows, timeout=0.7).play()
+    cuts = []
+
+    def hangs(request, is_begun):
+        if not request.row["hangs"] or is_begun or not (tmp_path / "hangs").exists():
+            return False
+        if is_late := (tmp_path / "hangs").stat().st_size > len(cuts):
+            cuts.append(request)
+        return is_late
+
+    cut_off_once(monkeypatch, hangs)
+    result = Script(environments_of(own=HangsInReset), scripts, rows=rows).play()
     assert ended_by(result) == ["error", "environment"]
     assert result.batch["n_errors"].tolist() == [1, 0]
     assert answers(result, 0) == []
@@ -404,11 +414,12 @@ class Leaves:
         return ""
 
 
-def test_no_process_is_left():
-    marker, before = str(2**20 + os.getpid()), own_and_orphans("strop.environments")
+def test_no_process_is_left(monkeypatch):
+    marker = str(2**20 + os.getpid())
+    monkeypatch.setenv("STROP_TEST_TOKEN", marker)
+    cut_off_once(monkeypatch, calls("hangs"))
     scripts = [[call(name), "end"] for name in ("forks", "exits", "hangs")]
-    result = Script(environments_of(own=Leaves), scripts, rows={"marker": [marker] * 3}, timeout=4.0).play()
+    result = Script(environments_of(own=Leaves), scripts, rows={"marker": [marker] * 3}).play()
     assert ended_by(result) == ["stop"] * 3
     assert result.batch["n_errors"].tolist() == [0, 1, 1]
-    assert not own_and_orphans(f"sleep {marker}")
-    assert own_and_orphans("strop.environments") <= before
+    assert none_left(lambda: with_token(marker))

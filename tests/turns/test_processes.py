@@ -9,13 +9,14 @@ import time
 from dataclasses import replace
 
 import pytest
+from clocks import ENVIRONMENTS, Clock
 
 from strop.environments.pool import EnvironmentPool, Request
 from strop.errors import RewardError
 from strop.rollout.base import GenerationStopped
 from strop.rollout.queued import QueuedRollout
 
-from scripted import Script, answers, call, ended_by, environments_of, settings_of
+from scripted import Script, answers, call, cut_off_once, ended_by, environments_of, settings_of
 
 LONGEST_S = 60
 """Until a test that waits for ever fails."""
@@ -85,10 +86,20 @@ def test_a_process_that_is_killed_from_outside_changes_no_answer(n_requests):
     pool.close()
 
 
-def test_each_call_of_a_turn_has_the_time_of_a_method():
-    said = "".join([call("wait", seconds=0.6)] * 3)
-    result = Script(environments_of(own=Slow), [[said, "end"]], timeout=1.0).play()
+def test_each_call_of_a_turn_has_the_time_of_a_method(monkeypatch):
+    clock, passed = Clock(monkeypatch, *ENVIRONMENTS), []
+
+    def passes(request, is_begun):
+        if is_begun and "turn" in request.content and not passed:
+            passed.append(clock)
+            clock.passed += 100.0
+        return False
+
+    cut_off_once(monkeypatch, passes)
+    said = "".join([call("wait", seconds=0.3)] * 3)
+    result = Script(environments_of(own=Slow), [[said, "end"]], timeout=60.0).play()
     assert answers(result) == ["waited"] * 3
+    assert passed
 
 
 def test_a_method_that_takes_long_is_left_when_the_run_ends():

@@ -149,9 +149,9 @@ def test_what_one_rank_raises_is_raised_on_all():
 
         def gather(value):
             values[rank] = value
-            meet.wait(10)
+            meet.wait(300)
             found = [values[0], values[1]]
-            meet.wait(10)
+            meet.wait(300)
             return found
 
         try:

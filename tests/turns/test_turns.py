@@ -23,7 +23,7 @@ from strop.trainer.metrics import turn_metrics
 from byte_tokenizer import CHATML, STOP, TEXT_ARGUMENTS, byte_tokenizer
 from chat_templates import TEMPLATES
 from messages import mentions
-from scripted import Script, answers, call, conversation, ended_by, environments_of
+from scripted import Script, answers, call, calls, conversation, cut_off_once, ended_by, environments_of
 
 
 def f(a: int) -> str:
@@ -475,9 +475,10 @@ class Breaks:
 
 
 @pytest.mark.parametrize("name", ["hang", "leave"])
-def test_a_method_that_costs_its_process_costs_no_other_sample(name):
+def test_a_method_that_costs_its_process_costs_no_other_sample(name, monkeypatch):
+    cut_off_once(monkeypatch, calls("hang"))
     scripts = [[call("more"), call(name), call("more"), "end"]] + [[call("more")] * 3 + ["end"]] * 3
-    result = Script(environments_of(own=Breaks), scripts, timeout=0.5).play()
+    result = Script(environments_of(own=Breaks), scripts).play()
     assert ended_by(result) == ["stop"] * 4
     assert [answers(result, row) for row in (1, 2, 3)] == [["1", "2", "3"]] * 3
     first, error, last = answers(result)
