@@ -10,6 +10,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 import processes
 import psutil
 import pytest
+from clocks import PROGRAMS, Clock
 from scripted_agents import HI, Agents, agents, ids_of
 
 from strop.agents import program
@@ -251,22 +254,36 @@ def test_the_sessions_beside_one_that_ends_its_process_do_not_run_one_by_one():
     assert len(groups) <= 11  # these run one after the other: the first, and two halves of each other start
 
 
-async def _blocks_its_loop(base_url, number):
+async def _blocks_its_loop(base_url, number, folder=None):
     import asyncio
+    import os
     import time
     import urllib.request
 
     body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
     await asyncio.to_thread(urllib.request.urlopen, f"{base_url}/chat/completions", body)
     if number == 1:
+        if folder:
+            open(os.path.join(folder, str(os.getpid())), "w").close()
         time.sleep(600)
     return "ok"
 
 
-def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch):
-    monkeypatch.setattr(program, "_SILENT_S", 1.5)
-    with agents(_blocks_its_loop, prompts=3, timeout=4) as played:
-        result = played.play()
+def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch, tmp_path):
+    clock, noted, plain = Clock(monkeypatch, *PROGRAMS), set(), program._Process._receive
+    monkeypatch.setattr(program, "_SILENT_S", 100.0)
+
+    def receive(process):
+        """Let time pass once a process is blocked, and all that it wrote before has been read."""
+        new, heard_at = {path.name for path in tmp_path.iterdir()} - noted, process._heard_at
+        plain(process)
+        if new and process._heard_at == heard_at:
+            noted.update(new)
+            clock.passed += 1000.0
+
+    monkeypatch.setattr(program._Process, "_receive", receive)
+    with agents(_blocks_its_loop, prompts=3, timeout=300) as played:
+        result = played.play(folder=[str(tmp_path)] * 3)
     assert _ended(result) == ["stop", "error", "stop"]
     assert "blocked its event loop" in _error(result, 1)
 
@@ -348,13 +365,10 @@ def _asks_plainly(base_url):
 
 
 def test_time_in_which_a_program_waits_for_an_answer_does_not_count(monkeypatch):
-    passed = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed, sleep=time.sleep)
-    monkeypatch.setattr("strop.rollout.agents.time", clock)
+    clock = Clock(monkeypatch, "strop.rollout.agents")
 
     def slowly(context: list[int], seed: int | None) -> str:
-        nonlocal passed
-        passed += 500.0
+        clock.passed += 500.0
         return "A"
 
     with agents(_asks_plainly, slowly, timeout=300) as played:
@@ -404,12 +418,7 @@ def test_a_command_that_fails_or_leaves_a_process_is_ended_whole():
         pytest.skip("curl is not installed")
     with agents(command, prompts=3) as played:
         result = played.play()
-        deadline = time.monotonic() + 60  # a killed process is listed until it has had a core
-        while left := any("161803" in command for command in processes.commands()):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-    assert not left
+        assert processes.none_left(lambda: [one for one in processes.commands() if "161803" in one])
     assert _ended(result) == ["stop", "error", "stop"]
     assert "status 4" in _error(result, 1)
     assert json.loads(result.non_tensor_batch["conversation"][0])["response"] == "told"
@@ -465,37 +474,71 @@ def test_a_program_that_asks_otherwise_after_a_resume_is_an_error_if_that_is_che
             played.rollout.finish(1, 0)
 
 
-def _gives_up(base_url, number):
-    """Give up once, without marking the next request as official clients do; number 1 is late."""
+def _gives_up(base_url, number, folder):
+    """Give up once, without marking the next request as official clients do; number 1 asks after that."""
     import http.client
     import json
+    import os
+    import select
     import time
     from urllib.parse import urlsplit
 
     url = urlsplit(base_url)
 
-    def ask(said, timeout):
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout)
+    def asked(said):
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=300)
         body = json.dumps({"messages": [{"role": "user", "content": said}]})
-        try:
-            connection.request("POST", f"{url.path}/chat/completions", body)
-            return json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
-        finally:
-            connection.close()
+        connection.request("POST", f"{url.path}/chat/completions", body)
+        return connection
+
+    def answered(connection):
+        return json.loads(connection.getresponse().read())["choices"][0]["message"]["content"]
+
+    def is_noted(event):
+        return os.path.exists(os.path.join(folder, event))
+
+    def wait_for(event):
+        while not is_noted(event):
+            time.sleep(0.02)
 
     if number == 1:
-        time.sleep(0.8)
-        return ask("Hi", 60)
-    try:
-        return ask("Hi", 0.3)
-    except TimeoutError:
-        time.sleep(1.2 if number == 0 else 0.1)
-        return ask("Then this" if number == 0 else "Hi", 60)
+        wait_for("leave 0")
+        return answered(asked("Hi"))
+    first = asked("Hi")
+    while not is_noted(f"submit {number}"):
+        if select.select([first.sock], [], [], 0.02)[0]:
+            return answered(first)
+    first.close()
+    wait_for(f"leave {number}")
+    if number == 0:
+        wait_for("submit 1")
+        time.sleep(0.2)  # a wave that did not wait would begin meanwhile
+    return answered(asked("Then this" if number == 0 else "Hi"))
 
 
-def test_lockstep_does_not_wait_for_the_answer_of_a_client_that_is_gone():
+def _noting(rollout: Any, folder: Path) -> list[str]:
+    """Note requests and the ends of their clients in ``folder``, and return all."""
+    events = []
+
+    def noting(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            found = plain(*given, **options)
+            play = found[0] if name == "submit" else given[0]
+            events.append(f"{name} {play.values['row']['number']}")
+            (folder / events[-1]).touch()
+            return found
+
+        return call
+
+    for name in ("submit", "leave"):
+        setattr(rollout, name, noting(name, getattr(rollout, name)))
+    return events
+
+
+def test_lockstep_does_not_wait_for_the_answer_of_a_client_that_is_gone(tmp_path):
     with agents(_gives_up, prompts=2) as played:
-        result = played.play()
+        _noting(played.rollout, tmp_path)
+        result = played.play(folder=[str(tmp_path)] * 2)
     (wave,) = played.engine.contexts
     texts = [played.tokenizer.decode(context) for context in wave]
     assert ["Then this" in text for text in texts] == [True, False]
@@ -503,18 +546,25 @@ def test_lockstep_does_not_wait_for_the_answer_of_a_client_that_is_gone():
     assert result.batch["n_abandoned"].tolist() == [1, 0]
 
 
-def test_an_equal_request_after_one_whose_client_is_gone_is_its_retry():
+def test_an_equal_request_after_one_whose_client_is_gone_is_its_retry(tmp_path):
+    events: list[str] = []
+
     def slowly(context: list[int], seed: int | None) -> str:
-        time.sleep(0.8)
+        deadline = time.monotonic() + 60
+        while events.count("submit 2") < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
         return "A"
 
     with agents(_gives_up, slowly, replay="check") as played:
-        batch = played.rollout._begun(played.batch(number=[2]), played.params)
+        events = _noting(played.rollout, tmp_path)
+        batch = played.rollout._begun(played.batch(number=[2], folder=[str(tmp_path)]), played.params)
         played.rollout._complete([batch], 0)
         state = batch.plays[0].session.state()
+    assert events == ["submit 2", "leave 2", "submit 2"]
     assert len(played.engine.contexts) == 1
     with agents(_gives_up, replay="check") as played:
-        played.rollout.admit(1, played.batch(number=[2]), played.params)
+        nothing = played.batch(number=[2], folder=[str(tmp_path / "nothing is noted")])
+        played.rollout.admit(1, nothing, played.params)
         played.rollout.restore({"batches": {1: [state]}})
         assert played.rollout.finish(1, 0).batch["n_turns"].tolist() == [1]
 
