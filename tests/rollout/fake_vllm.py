@@ -1,8 +1,8 @@
 """A fake of vLLM's server: a sample is a function of ids, seed and weights, and any route may be scripted.
 
 A script has the form of ``../shared/cases/reported/fake_server.py``: {"/path": [answer, ...]}, of which the
-last one repeats; answer: {"status", "json" or "text", "headers", "delay": s, "hang", "drop", "close_after",
-"endless"}, or None for what the fake does otherwise.
+last one repeats; answer: {"status", "json" or "text", "headers", "delay": s, "until": an event, "hang",
+"drop", "close_after", "endless"}, or None for what the fake does otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import threading
 from typing import Any
 
@@ -61,14 +60,11 @@ class FakeVLLM:
         self.vocabulary, self.delay, self.poison = vocabulary, 0.0, None
         self.seen: list[dict[str, Any]] = []
         self.most_open = 0
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that was killed
-            free.bind((host, port))
-            self.port = free.getsockname()[1]
-        self.url = f"http://{host}:{self.port}"
+        self.port = port
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.start()
+        self.url = f"http://{host}:{self.port}"
 
     def start(self) -> None:
         self.version, self.checksums, self.paused, self._pending = "default", {}, False, None
@@ -77,10 +73,11 @@ class FakeVLLM:
         self._in(self._serve())
 
     def _in(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _serve(self) -> None:
         self._server = await asyncio.start_server(self._connection, self.host, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def kill(self) -> None:
         """Close every connection without an answer, and the port."""
@@ -127,6 +124,8 @@ class FakeVLLM:
         if answer is None:
             answer = await self._default(path, json.loads(body or b"null"))
         await asyncio.sleep(answer.get("delay", 0))
+        while "until" in answer and not answer["until"].is_set():
+            await asyncio.sleep(0.01)
         if answer.get("hang"):
             await asyncio.Event().wait()
         if answer.get("drop"):

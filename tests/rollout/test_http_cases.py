@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 
 from strop.errors import ConfigError, TrainingError
 from strop.rollout.base import SamplingParams
@@ -64,10 +67,17 @@ def test_h01_proxy_variables_do_not_reach_servers(case, monkeypatch, tmp_path):
     assert not [name for name in child if name.lower().endswith("_proxy")]
 
 
-def test_h02_a_reset_that_did_not_happen_takes_the_server_out(case, caplog):
+def test_h02_a_reset_that_did_not_happen_takes_the_server_out(case, caplog, monkeypatch):
     first, other = FakeVLLM(), FakeVLLM()
-    rollout = rollout_on(first, other, patience_s=1.0)
+    rollout, clock = rollout_on(first, other), Clock(monkeypatch, "strop.rollout.http.wire")
     first.script |= case["given"]["routes"]
+    plain = first._next
+
+    def passes(path):
+        clock.passed += 30.0 if path == "/reset_prefix_cache" else 0.0
+        return plain(path)
+
+    first._next = passes
     before = len(first.bodies())
     rollout.update_weights(tiny_lm("qwen2", 1).named_parameters())
     batch(rollout)
@@ -151,11 +161,18 @@ def test_h07_nothing_is_left_to_a_servers_defaults(case):
 
 
 def test_h08_requests_do_not_wait_in_the_clients_pool(case):
-    """The case's time, half as long."""
+    """No request is answered before all have come."""
     given = case["given"]
     server = FakeVLLM(max_num_seqs=given["places"])
-    rollout = rollout_on(server)
-    server.delay = given["server"]["delay"] / 2
+    rollout = rollout_on(server, patience_s=120.0)
+    plain = server._default
+
+    async def answered(path, body):
+        while path == GENERATE and server.most_open < given["places"]:
+            await asyncio.sleep(0.01)
+        return await plain(path, body)
+
+    server._default = answered
     found = rollout.generate(prompts_of([3] * 64, n=4), PARAMS)
     assert len(found) == given["requests"]
     assert counts(rollout)["rollout/lost_requests"] == case["right"]["lost_requests"]
@@ -227,22 +244,26 @@ def test_h13_a_request_that_fails_on_every_server_stops_the_run(case):
 
 
 def test_h14_a_late_answer_is_read_nowhere(case):
-    """The case's times, a third as long."""
+    """The deadline is of the late server alone, which answers when it has passed."""
     late, other = FakeVLLM(max_num_seqs=1), FakeVLLM(vocabulary=100)
-    late.delay = 0.0
-    rollout = rollout_on(late, other, deadline_s=case["given"]["deadline_s"] / 3)
+    rollout, released = rollout_on(late, other), threading.Event()
     version = rollout._pool.sealed.version
     for server in rollout._pool.live:
         server.wire._vocabulary = 100
+    (wire,) = (server.wire for server in rollout._pool.live if server.url == late.url)
+    plain = wire._generate
+    wire._generate = lambda request, _, most: plain(request, 0.5, most)
     late.script[GENERATE] = [
         answer_of({"token_ids": [50, 3], "log_probs": [-1, -1], "finish_reason": "stop"}, version)
-        | {"delay": case["given"]["server_1"]["delay"] / 3}
+        | {"until": released}
     ]
     other.script[GENERATE] = [answer_of(case["given"]["server_2"]["json"], version)]
     found = batch(rollout, ONE, [3, 9])
     right = case["right"]["row"]["token_ids"]
     assert response_ids(found.batch) == [right, right]
-    time.sleep(1.2)
+    assert late.bodies()
+    released.set()
+    time.sleep(0.3)
     assert response_ids(found.batch) == [right, right]
 
 

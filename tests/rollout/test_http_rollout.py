@@ -442,12 +442,10 @@ def test_servers_that_answer_nothing_but_errors_are_not_waited_for(caplog, impat
             server.script["/health"] = [{"status": 503}]
     for server in servers:
         server.script[failing] = [{"status": 500, "text": text}]
-    begun = time.monotonic()
     with pytest.raises(
         TrainingError, match=naming("nothing but errors", text, *(one.url for one in servers))
     ):
         batch(rollout if failing == GENERATE else rollout_on(*servers))
-    assert time.monotonic() - begun < 10
     assert any(text in record.getMessage() for record in caplog.records)
 
 
@@ -463,9 +461,8 @@ def test_servers_that_have_answered_are_waited_for(impatient):
     server = FakeVLLM()
     rollout = rollout_on(server)
     batch(rollout)
-    failing = [{"status": 503, "text": "busy"}]
-    server.script |= {GENERATE: failing, "/health": failing, "/collective_rpc": failing}
-    threading.Timer(3.0, server.script.clear).start()
+    failing = {"status": 503, "text": "busy"}
+    server.script |= {path: [*[failing] * 5, None] for path in (GENERATE, "/health", "/collective_rpc")}
     batch(rollout)
     assert rollout._pool._errors[server.url, True] > 3
 

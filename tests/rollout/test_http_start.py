@@ -160,6 +160,7 @@ def test_variables_that_keys_of_servers_name_are_handed_on(monkeypatch):
 
 def test_the_first_errors_of_a_servers_log_are_shown_before_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(start.subprocess, "Popen", lambda command, **options: None)
+    monkeypatch.setattr(start.tempfile, "tempdir", str(tmp_path))
     server = start.OwnServer(["server"], "token", tmp_path / "log")
     lines = ["(Worker) RuntimeError: heads of 16", "(Worker) RuntimeError: heads of 16", *["  File x"] * 99]
     (tmp_path / "log").write_text("\n".join(lines))
@@ -210,6 +211,19 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(sys.argv[2] + "/ready", "w").write(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
+GUARD = """
+import sys
+from pathlib import Path
+from strop.rollout.http import start
+
+def noting(processes, plain=start.shared_names):
+    if found := plain(processes):
+        Path(sys.argv[1], "names are known").touch()
+    return found
+
+start.shared_names = noting
+start._guard(sys.argv[2], sys.argv[3:])
+"""
 RUN = """
 import subprocess, sys, time
 guard = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, start_new_session=True)
@@ -221,33 +235,18 @@ time.sleep(600)
 def test_a_guard_leaves_no_process_and_no_shared_memory(tmp_path, end):
     folder, name = tmp_path / "server", f"{os.getpid()}"
     folder.mkdir()
-    command = [
-        "-P",
-        "-m",
-        "strop.rollout.http.start",
-        str(folder),
-        sys.executable,
-        "-c",
-        SERVER,
-        name,
-        str(tmp_path),
-    ]
-    run = subprocess.Popen([sys.executable, "-c", RUN, *command])
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    processes = [int(word) for word in (tmp_path / "ready").read_text().split()]
+    guard = ["-P", "-c", GUARD, str(tmp_path), str(folder)]
+    server = [sys.executable, "-c", SERVER, name, str(tmp_path)]
+    run = subprocess.Popen([sys.executable, "-c", RUN, *guard, *server])
+    processes = _started(tmp_path)
     shared = Path(f"/dev/shm/strop_test_{name}")
     assert shared.exists()
-    time.sleep(start.LOOK_S + 0.5)  # its names are known
+    _wait_for((tmp_path / "names are known").exists)
     if end == "the run is killed":
         run.kill()
     else:
         os.kill(processes[0], signal.SIGKILL)
-    while shared.exists() or folder.exists() or any(_runs(process) for process in processes):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _wait_for(lambda: not (shared.exists() or folder.exists() or any(map(_runs, processes))))
     run.kill()
     run.wait()
 
@@ -255,19 +254,27 @@ def test_a_guard_leaves_no_process_and_no_shared_memory(tmp_path, end):
 def test_a_guard_that_is_killed_leaves_nothing_either(tmp_path):
     command = [sys.executable, "-c", SERVER, f"{os.getpid()}_own", str(tmp_path)]
     server = start.OwnServer(command, "secret", tmp_path / "log")
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    processes = [int(word) for word in (tmp_path / "ready").read_text().split()]
+    processes = _started(tmp_path)
     assert _runs(processes[1])
     server._guard.kill()
     server._guard.wait()
-    while server._folder.exists() or any(map(_runs, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _wait_for(lambda: not (server._folder.exists() or any(map(_runs, processes))))
     server.stop()
     Path(f"/dev/shm/strop_test_{os.getpid()}_own").unlink(missing_ok=True)  # of the process that ended first
+
+
+def _wait_for(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _started(folder):
+    """Return the processes of ``SERVER``."""
+    file = folder / "ready"
+    _wait_for(lambda: file.exists() and file.read_text())
+    return [int(word) for word in file.read_text().split()]
 
 
 def _runs(process):

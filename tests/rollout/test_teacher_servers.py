@@ -37,7 +37,7 @@ def test_servers_judge_by_the_log_prob_of_each_token(tmp_path, monkeypatch):
     inputs, server = runs.make_inputs(tmp_path), FakeVLLM(vocabulary=19, token="of the teacher")
     monkeypatch.setenv("OF_THE_TEACHER", "of the teacher")
     keys = (*ALONE, f"teacher.servers=[{server.url}]", "teacher.token_env=OF_THE_TEACHER")
-    of_the_rollout = [f"actor_rollout_ref.rollout.http.{one}" for one in ("min_servers=2", "patience_s=20")]
+    of_the_rollout = [f"actor_rollout_ref.rollout.http.{one}" for one in ("min_servers=2", "patience_s=120")]
     runs.train(runs.overrides(inputs, tmp_path / "run", *keys, *of_the_rollout)).shutdown()
     table = rows_of(tmp_path / "run")
     assert len(table) == 16
@@ -50,7 +50,7 @@ def test_a_worker_that_started_without_the_variable_of_a_token_gets_it(tmp_path,
     monkeypatch.setenv("OF_THE_TEACHER", "secret-4711")  # after Ray, whose workers do not have it
     keys = (*ALONE, f"teacher.servers=[{server.url}]", "teacher.token_env=OF_THE_TEACHER")
     options = runs.overrides(inputs, tmp_path / "run", *keys, "trainer.worker_group=ray")
-    runs.train([*options, "actor_rollout_ref.rollout.http.patience_s=20"]).shutdown()
+    runs.train([*options, "actor_rollout_ref.rollout.http.patience_s=120"]).shutdown()
     assert all("teacher_log_prob" in row for row in rows_of(tmp_path / "run"))
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [content for content in written if b"secret-4711" in content]
