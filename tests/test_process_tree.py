@@ -46,6 +46,6 @@ except ChildProcessError:
 def test_processes_that_are_forked_while_others_are_killed_are_killed_too(lacks, left):
     """On systems without pidfds, too, whose zombies are left, with SIGKILL as their status."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKS_AMONG_KILLS, lacks], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", FORKS_AMONG_KILLS, lacks], capture_output=True, text=True, timeout=300
     )
     assert (done.stdout.strip(), done.stderr) == (f"2 {left}", "")

@@ -31,7 +31,7 @@ from strop.trainer.ppo import require_samples
 
 def _sent(url: str, body: Any, key: str, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=300)
     data = body if isinstance(body, bytes) else json.dumps(body)
     connection.request("POST", f"/s/{key}/v1/chat/completions", data, headers)
     answer = connection.getresponse()
@@ -40,7 +40,7 @@ def _sent(url: str, body: Any, key: str, **headers: str) -> tuple[int, dict[str,
 
 def _error_of(url: str) -> dict[str, Any]:
     with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(url, b"{}", timeout=30)
+        urllib.request.urlopen(url, b"{}", timeout=300)
     return json.loads(error.value.read())["error"]
 
 

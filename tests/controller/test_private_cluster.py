@@ -88,7 +88,7 @@ def test_a_cluster_that_does_not_start_is_started_once_more(monkeypatch, caplog,
 
 def test_the_keeper_ends_what_is_forked_while_it_kills():
     """It was adopted, and the keeper waited for it."""
-    done = subprocess.run([sys.executable, "-c", FORK_AMONG_KILLS], stdin=subprocess.DEVNULL, timeout=30)
+    done = subprocess.run([sys.executable, "-c", FORK_AMONG_KILLS], stdin=subprocess.DEVNULL, timeout=300)
     assert done.returncode == 0
 
 

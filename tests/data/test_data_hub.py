@@ -83,7 +83,7 @@ class Machine:
 
 
 def answer(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     return out.strip()
 

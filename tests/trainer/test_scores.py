@@ -145,7 +145,7 @@ def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypat
 
 def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatch):
     option, _ = waiting_scorer(tmp_path)  # the file never comes
-    trainer = make(option, "reward_model.timeout_s=120")
+    trainer = make(option, "reward_model.timeout_s=600")
 
     def compute_values(batch):
         raise ModelError("no values today")
@@ -155,7 +155,7 @@ def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatc
     with pytest.raises(ModelError, match="no values today"):
         fit(trainer)
     trainer.reward_fn.close()  # waits for the thread that feeds the scorer
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300  # and not as long as the scorer has
 
 
 def test_a_failure_elsewhere_cancels_greedy_scores_too():
