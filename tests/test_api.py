@@ -396,14 +396,16 @@ def test_a_batch_is_freed_when_its_iteration_has_ended(model, tmp_path, async_st
     def count(step, metrics):
         live.append(sum(isinstance(found, DataProto) for found in gc.get_objects()))
 
-    keys = {"trainer.total_training_steps": 5, **(APART if async_steps else {})}
+    keys = {"trainer.total_training_steps": 9 if async_steps else 5, **(APART if async_steps else {})}
     with runs.undrawn():
         gc.disable()
         try:
             train(model, tmp_path, lambda response: len(response), on_step=count, **keys)
         finally:
             gc.enable()
-    assert max(live[3:]) <= max(live[:3])
+    # another batch is in flight, of which more or fewer parts are made
+    later = min(live[5:]) if async_steps else max(live[3:])
+    assert later <= max(live[:3])
 
 
 def centred(rewards, response_mask):

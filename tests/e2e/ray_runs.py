@@ -89,12 +89,6 @@ class RayRun:
             assert time.time() < deadline, self.console[-3000:]
             time.sleep(0.05)
 
-    def delay_of(self, text: str) -> float:
-        """Seconds from the deed to the first line with ``text``."""
-        told = next((when for when, line in self.lines if text in line), None)
-        assert told is not None, f"no {text!r} in:\n{self.console[-3000:]}"
-        return told - self.wait_until_struck()
-
     def listens_on(self) -> set[str]:
         """The addresses at which the run's processes accept connections."""
         found = set()
@@ -136,15 +130,14 @@ class RayRun:
                 continue
         return found
 
-    def seconds_until_gone(self, at_most: float = 60) -> float:
-        """Seconds from now until no process of the run is alive."""
+    def wait_until_gone(self, at_most: float = 120) -> None:
+        """Wait until no process of the run is alive; helpers of Ray look for its head for up to a minute."""
         started = time.time()
         while left := self.processes():
             if time.time() - started > at_most:
                 self.kill_everything()
                 raise AssertionError(f"alive after {at_most} s: {left}")
             time.sleep(0.1)
-        return time.time() - started
 
     def kill(self, which: Callable[[str], bool]) -> list[str]:
         """kill -9 for the processes whose command line ``which`` picks."""

@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, t
         assert _started(options, log).wait() == 0, log.read_text()[-3000:]
         digests.append(hashlib.sha256((run / "final_model" / "model.safetensors").read_bytes()).hexdigest())
     assert digests[0] == digests[1]
-    assert not any(str(inputs) in command for command in processes.commands())
+    assert processes.none_left(lambda: [one for one in processes.commands() if str(inputs) in one])
 
 
 def _started(options: list[str], log: Path) -> subprocess.Popen:

@@ -192,7 +192,7 @@ FAILURES: dict[str, tuple[Say, str]] = {
     "no number": (lambda text, number: (200, "good"), "no plain number"),
     "cut": (lambda text, number: (200, "Step 2..."), "cut at the server's limit"),
     "beyond the scale": (lambda text, number: (200, "80"), "beyond 0 to 10"),
-    "slow": (_slow, "longer than 3 s"),
+    "slow": (_slow, "longer than 8 s"),
     "failing": (lambda text, number: (500, "8"), "500"),
     "refusing": (lambda text, number: (401, "8"), "refuses"),
 }
@@ -203,7 +203,7 @@ FAILURES: dict[str, tuple[Say, str]] = {
 def test_what_the_judge_cannot_rate_is_a_failed_sample(failure: str, serve: Any, make: Any, batch_of: Any):
     say, why = FAILURES[failure]
     monitored = serve(lambda text, number: say(text, number) if "broken" in text else (200, "8"))
-    seconds = 3.0 if failure == "slow" else 30.0
+    seconds = 8.0 if failure == "slow" else 30.0
     parts = with_judge({"rule": 0}, section(monitored.url))
     manager = make(parts=parts, error_score=-1.0, max_error_rate=0.5, timeout_s=seconds)
     output = manager(batch_of(["one", "broken", "two"], ["7"] * 3))

@@ -23,6 +23,8 @@ class Toy:
     """Records what it is asked for, and takes ``seconds`` for a generation and for an update."""
 
     seconds: ClassVar[float] = 0.0
+    spans: ClassVar[list[tuple[str, float, float]]] = []
+    """Beginning and end of each generation and update."""
     generated: ClassVar[list[tuple[int, int]]]
 
     def __init__(self, config: Any, role: Role) -> None:
@@ -35,6 +37,11 @@ class Toy:
     @register(Dispatch.ONE_TO_ALL)
     def export(self, folder: Any, iteration: int) -> None:
         """Write nothing."""
+
+    def take(self, what: str) -> None:
+        begun = time.monotonic()
+        time.sleep(self.seconds)
+        self.spans.append((what, begun, time.monotonic()))
 
     @register(Dispatch.ONE_TO_ALL)
     def release_rollout(self) -> None:
@@ -58,7 +65,7 @@ class Toy:
 
     @register(Dispatch.DATA_PARALLEL)
     def generate_sequences(self, prompts: DataProto, **callbacks: Any) -> DataProto:
-        time.sleep(self.seconds)
+        self.take("generation")
         self.generated.append((int(prompts.non_tensor_batch["uid"][0].split("-")[0]), self.version))
         rows, width = len(prompts) * 2, 4
         samples = Samples(
@@ -84,7 +91,7 @@ class Toy:
 
     @register(Dispatch.DATA_PARALLEL)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        time.sleep(self.seconds)
+        self.take("update")
         return {"pg_loss": 0.0, "lr": 0.0}
 
 
@@ -93,9 +100,9 @@ def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"), rows=24)  # 3 iterations per epoch
 
 
-def run(inputs, folder, steps: int, *extra: str) -> tuple[list[tuple[int, int]], list[list[int]], float]:
-    """Train 7 iterations; return (batch, version) of each generation, rows trained by iteration, seconds."""
-    Toy.generated, rows = [], []
+def run(inputs, folder, steps: int, *extra: str) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Train 7 iterations; return (batch, version) of each generation, and the rows trained by iteration."""
+    Toy.generated, Toy.spans, rows = [], [], []
     apart = steps > 0
     config = load_config(
         overrides(
@@ -146,19 +153,18 @@ def run(inputs, folder, steps: int, *extra: str) -> tuple[list[tuple[int, int]],
         return batch, metrics
 
     trainer.step = step
-    started = time.perf_counter()
     try:
         fit(trainer)
     finally:
         trainer.shutdown()
-    return Toy.generated, rows, time.perf_counter() - started
+    return Toy.generated, rows
 
 
 @pytest.mark.fast("2-2", "0-0", "3-0")
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
 def test_every_batch_is_generated_once_by_the_version_of_the_formula(inputs, tmp_path, steps, warmup):
-    generated, rows, _ = run(inputs, tmp_path, steps, f"trainer.critic_warmup={warmup}")
+    generated, rows = run(inputs, tmp_path, steps, f"trainer.critic_warmup={warmup}")
     behind = steps - steps // 2
 
     def version(batch: int) -> int:
@@ -172,6 +178,15 @@ def test_every_batch_is_generated_once_by_the_version_of_the_formula(inputs, tmp
 
 @pytest.mark.slow
 def test_generation_and_update_overlap(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(Toy, "seconds", 1.0)
-    assert run(inputs, tmp_path / "ahead", 1)[2] < 13  # 8 on an idle machine
-    assert run(inputs, tmp_path / "synchronous", 0)[2] >= 14
+    def overlaps() -> int:
+        generations, updates = (
+            [span for name, *span in Toy.spans if name == kind] for kind in ("generation", "update")
+        )
+        return sum(begun < ended and start < end for begun, end in generations for start, ended in updates)
+
+    monkeypatch.setattr(Toy, "seconds", 0.5)
+    run(inputs, tmp_path / "ahead", 1)
+    assert overlaps() >= 1  # 6 on an idle machine
+    run(inputs, tmp_path / "synchronous", 0)
+    assert len(Toy.spans) == 14
+    assert overlaps() == 0
