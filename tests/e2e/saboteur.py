@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,6 @@ def crawl(rank: int) -> None:
     The steps of each rank are noted next to the marker.
     """
     delay(decoding, "next_tokens", 0.5 + 0.2 * rank)
-    if "vllm" in sys.modules:
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        delay(LLMEngine, "step", 0.5 + 0.2 * rank)
     if rank == 0:
         delay(ActorRolloutRefWorker, "stop_generation", 2.0)
 

@@ -33,10 +33,7 @@ SMALLEST = (*SMALL, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini
 AHEAD = tuple(option for option in lookup_task.AHEAD if "rollout_is" not in option)
 SETTINGS = {
     "synchronous": (),
-    "async 1": (*AHEAD, "trainer.async_steps=1"),
     "async 4": (*AHEAD, "trainer.async_steps=4"),
-    "gae": ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"),
-    "lora": ("actor_rollout_ref.model.lora_rank=16",),
     "two ranks": ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray"),
     "vllm": ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"),
 }

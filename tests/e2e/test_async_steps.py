@@ -69,11 +69,6 @@ def slow(*values: Any) -> Any:
     ("steps", "owner", "method"),
     [
         slow(1, ActorRolloutRefWorker, "generate_sequences"),
-        slow(1, ActorRolloutRefWorker, "update_actor"),
-        slow(1, RewardProcess, "evaluate_all"),
-        slow(2, ActorRolloutRefWorker, "generate_sequences"),
-        slow(2, ActorRolloutRefWorker, "update_actor"),
-        slow(2, RewardProcess, "evaluate_all"),
         slow(4, ActorRolloutRefWorker, "generate_sequences"),
         (4, ActorRolloutRefWorker, "update_actor"),
         slow(4, RewardProcess, "evaluate_all"),
@@ -120,8 +115,9 @@ POINTS = [
     [
         (4, "in_flight", 3),
         slow(1, "in_flight", 3),
+        slow(2, "rename", 3),
         slow(4, "seal", 2),
-        *(slow(steps, point, iteration) for steps in (1, 2, 4) for point, iteration in POINTS),
+        *(slow(4, point, iteration) for point, iteration in POINTS),
     ],
 )
 def test_a_killed_run_resumes_with_its_samples_in_flight(

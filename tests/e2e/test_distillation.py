@@ -271,7 +271,7 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [["teacher.kl=forward"], ["teacher.top_k=4"], ["teacher.kl=sampled"]])
+@pytest.mark.parametrize("keys", [["teacher.top_k=4"], ["teacher.kl=sampled"]])
 def test_two_ranks_train_as_one(inputs, tmp_path, keys):
     """A sharded teacher, with the actor and in a pool of its own."""
     # AdamW's default eps, 1e-8, would turn the rounding of a gradient near 0 (1e-10 in one of 2e-8, of a

@@ -65,7 +65,7 @@ def _n_lines(run: Path) -> int:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(inputs, tmp_path, name):
     extra, n_kills = SETTINGS[name]
-    keys = (*extra, "trainer.save_freq=1")
+    keys = (*extra, "trainer.save_freq=1", "trainer.total_training_steps=10")
     undisturbed, run, log = tmp_path / "undisturbed", tmp_path / "run", tmp_path / "log"
     lookup_task.delay(inputs, 0.0)
     assert _started(lookup_task.options(inputs, undisturbed, *keys), log).wait() == 0, log.read_text()[-3000:]

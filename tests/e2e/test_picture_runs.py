@@ -83,8 +83,7 @@ def test_frozen_parts_keep_every_bit(inputs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["update", "seal", "log"])
-@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize(("steps", "point"), [(0, "update"), (1, "log"), (4, "seal")])
 def test_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, steps, point):
     keys = (*(APART if steps else ()), f"trainer.async_steps={steps}")
     run = options(inputs, tmp_path / "run", *SAVED, *keys)
@@ -125,7 +124,7 @@ def test_two_ranks_train_as_one_where_most_rows_have_no_picture(inputs, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", "Pictures", "pictures"])
+@pytest.mark.parametrize("name", ["", "pictures"])
 def test_a_run_over_ray_is_that_of_one_process(inputs, tmp_path, name):
     own = answers(tmp_path, name) if name else ()
     local = runs.hashes(runs.train(options(inputs, tmp_path / "local", *own)))
@@ -487,8 +486,7 @@ def test_a_damaged_picture_of_an_environment_ends_the_run(inputs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 1, 4])
-@pytest.mark.parametrize("name", ["Sees", "Pictures", "pictures"])
+@pytest.mark.parametrize(("name", "steps"), [("Sees", 0), ("Pictures", 1), ("pictures", 4)])
 def test_a_killed_run_with_turns_continues_to_the_same_numbers(inputs, tmp_path, name, steps):
     own = turns(tmp_path) if name == "Sees" else answers(tmp_path, name)
     keys = (*own, *SAVED, *(APART if steps else ()), f"trainer.async_steps={steps}")

@@ -59,7 +59,6 @@ ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
         ("SIGTERM", True, ("update_actor", 3), 1),
         pytest.param("SIGKILL", False, ("update_actor", 3), 1, marks=pytest.mark.slow),
         pytest.param("SIGTERM", False, ("save_checkpoint", 3), 1, marks=pytest.mark.slow),
-        pytest.param("Ctrl-C", True, ("save_checkpoint", 3), 1, marks=pytest.mark.slow),
         pytest.param("SIGTERM", False, ("save_checkpoint", 3), 2, marks=pytest.mark.slow),
         pytest.param("Ctrl-C", True, ("save_checkpoint", 3), 2, marks=pytest.mark.slow),
     ],
@@ -151,15 +150,14 @@ def test_a_killed_raylet_takes_its_workers_along_and_the_run_starts_again(inputs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
-def test_ray_that_dies_while_it_starts_is_named_and_started_again(inputs, undisturbed, tmp_path, part):
+def test_ray_that_dies_while_it_starts_is_named_and_started_again(inputs, undisturbed, tmp_path):
     run = RayRun(overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1"))
     deadline = time.time() + 120
-    while not run.kill(lambda command: f"/{part} " in command):
+    while not run.kill(lambda command: "/gcs_server " in command):
         assert time.time() < deadline
         time.sleep(0.05)
     assert run.wait() == 0, run.console[-3000:]
-    assert any("Ray did not start" in line and part in line for _, line in run.lines)
+    assert any("Ray did not start" in line and "gcs_server" in line for _, line in run.lines)
     assert _results(tmp_path / "run") == undisturbed
     run.wait_until_gone()
 
@@ -171,20 +169,7 @@ def test_a_run_gives_up_after_the_last_restart(inputs, tmp_path):
     assert run.wait() == 2, run.console[-3000:]
     assert run.console.count("0 restarts left") == 1
     assert run.console.count("died in update_actor; its last output:\nabout to kill in update_actor") == 2
-
-
-@pytest.mark.slow
-def test_a_run_restarts_after_a_killed_worker(inputs, undisturbed, tmp_path):
-    run = RayRun(
-        overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1"),
-        sabotage=_sabotage(tmp_path, "update_actor", 3, "kill"),
-    )
-    assert run.wait() == 0, run.console[-3000:]
-    assert mentions(run.console, "iteration 1", "0 restarts")
-    assert "died in update_actor; its last output:\nabout to kill in update_actor" in run.console
-    assert "ActorRollout rank 0 on" in run.console
     run.wait_until_gone()
-    assert _results(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.slow

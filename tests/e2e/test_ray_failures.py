@@ -64,16 +64,6 @@ def test_a_killed_worker_is_named_and_the_run_ends_as_if_nothing_had_been(
     run.wait_until_gone()
 
 
-def test_without_restarts_a_killed_worker_ends_the_run_and_all_its_processes(inputs, tmp_path):
-    run = RayRun(
-        overrides(inputs, tmp_path / "run", *SETTINGS), sabotage=sabotage(tmp_path, "update_actor", 1)
-    )
-    assert run.wait_until_struck()
-    assert run.wait() == 2
-    run.wait_until_gone()
-    assert "died in update_actor" in run.console
-
-
 @pytest.mark.parametrize(("victim", "method"), [("driver", "state.save"), ("ray", "update_actor")])
 def test_a_run_goes_on_after_its_driver_or_all_of_ray_was_killed(
     inputs, undisturbed, tmp_path, method, victim

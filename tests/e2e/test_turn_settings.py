@@ -24,19 +24,14 @@ LORA = (
     "actor_rollout_ref.actor.optim.lr=2e-3",
 )
 FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=20")
+# Of the other estimators test_turn_runs.py compares the weights.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "grpo": (),
-    "rloo": ("algorithm.adv_estimator=rloo",),
-    "remax": ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1", "data.train_batch_size=256"),
-    "gae": ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=2"),
-    "turn_level": ("algorithm.adv_estimator=turn_level",),
     "dynamic sampling": FILTER,
     "lora": LORA,
-    "async 1": (*lookup_task.AHEAD, "trainer.async_steps=1"),
     # samples are up to four updates old: at twice the rate the policy falls after it has learned
     "async 4": (*lookup_task.AHEAD, "trainer.async_steps=4", "actor_rollout_ref.actor.optim.lr=5e-4"),
     "two sharded ranks": RANKS,
-    "two whole ranks": (*RANKS, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1"),
     "vllm": ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"),
 }
 

@@ -65,12 +65,11 @@ def test_lora_adapters_arrive_merged(inputs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["update", "rename"])
-def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_path, point):
+def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_path):
     run, expected = undisturbed
     copy_until(run, 2, tmp_path / "run")
     options = overrides(inputs, tmp_path / "run", *VLLM, *SETTINGS)
-    kill(point, 3, options)
+    kill("update", 3, options)
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     assert hashes(train(options)) == expected
     assert metrics(tmp_path / "run") == metrics(run)
@@ -94,21 +93,20 @@ def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
-def test_it_generates_ahead_and_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, steps):
+def test_it_generates_ahead_and_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path):
     ahead = (
         "actor_rollout_ref.hybrid_engine=false",
         "actor_rollout_ref.actor.rollout_is=token",
         "trainer.worker_group=local",
         "trainer.resource_pools={learner: [1], rollout: [1]}",
         "trainer.placement={Rollout: rollout}",
-        f"trainer.async_steps={steps}",
+        "trainer.async_steps=2",  # the first number at which an update may cut a sample
         "data.max_response_length=12",
     )
     options = [*VLLM, *SETTINGS, *ahead]
     expected = hashes(train(overrides(inputs, tmp_path / "whole", *options)))
     lines = metrics(tmp_path / "whole")
-    assert max(line["async/staleness/max"] for line in lines[1:]) == steps
+    assert max(line["async/staleness/max"] for line in lines[1:]) == 2
     killed = overrides(inputs, tmp_path / "killed", *options)
     kill("in_flight", 3, killed)
     assert hashes(train(killed)) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import ulysses_jobs as jobs
@@ -32,6 +31,7 @@ LAYOUTS = {
     "shared in 2 pairs": (4, DYNAMIC, (*jobs.sharing(2), *HSDP, *jobs.CHECKPOINTING)),
     "shared by 4 ranks, by rows": (4, MicroBatching(rows=3), jobs.sharing(4)),
 }
+ON_ONE = tuple(name for name in LAYOUTS if LAYOUTS[name][0] == 1)
 EDGES = [
     [(1, 1), (3, 1), (2, 1)],  # single-token responses
     [(1, 1)],  # fewer tokens than ranks
@@ -63,22 +63,24 @@ def ranks():
         yield processes
 
 
-def neighbours(*names: str) -> Any:
-    """Layouts between those that every run of the tests compares."""
-    return pytest.param(names, marks=pytest.mark.slow)
-
-
-@pytest.mark.fast("Role.Critic-token-mean-every kind")
 @pytest.mark.parametrize(
-    "names",
+    ("role", "mode", "names"),
     [
-        ("padded, by tokens", "packed, by tokens, on 2 ranks", "shared in 2 pairs"),
-        neighbours(*(name for name in LAYOUTS if LAYOUTS[name][0] == 1)),
-        neighbours(*(name for name in LAYOUTS if LAYOUTS[name][0] > 1)),
+        (
+            *(Role.Critic, "token-mean"),
+            ("padded, by tokens", "packed, by tokens, on 2 ranks", "shared in 2 pairs"),
+        ),
+        *(
+            pytest.param(role, mode, names, marks=pytest.mark.slow)
+            for role, mode in ((Role.Actor, "seq-mean-token-mean"), (Role.Critic, "token-mean"))
+            for names in (ON_ONE, (ON_ONE[0], *(name for name in LAYOUTS if name not in ON_ONE)))
+        ),
     ],
-    ids=["every kind", "one rank", "several ranks"],
+    ids=[
+        "critic",
+        *(f"{role}, {ranks}" for role in ("actor", "critic") for ranks in ("one rank", "several")),
+    ],
 )
-@pytest.mark.parametrize(("role", "mode"), [(Role.Actor, "seq-mean-token-mean"), (Role.Critic, "token-mean")])
 def test_one_gradient_whatever_the_layout(ranks, folder, role, mode, names):
     layouts = {name: LAYOUTS[name] for name in names}
     jobs.require_equal_gradients(ranks, folder, role, [*EDGES, *random_batches(2)], layouts, mode)

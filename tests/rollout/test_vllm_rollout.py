@@ -179,12 +179,10 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
 @pytest.mark.parametrize(
     ("family", "tied", "dtype"),
     [
-        ("qwen3", False, torch.float32),
-        pytest.param("llama", True, torch.bfloat16, marks=pytest.mark.slow),
-        # Its weights are fused as vLLM fuses those of others.
-        pytest.param("phi3", False, torch.float32, marks=pytest.mark.slow),
+        ("llama", True, torch.bfloat16),
+        ("phi3", False, torch.float32),  # its weights are fused as vLLM fuses those of others
         ("mixtral", False, torch.float32),  # checkpoints have a weight per expert, under other names
-        pytest.param("qwen3_moe", False, torch.bfloat16, marks=pytest.mark.slow),
+        ("qwen3_moe", False, torch.bfloat16),
     ],
 )
 def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, family, tied, dtype):
