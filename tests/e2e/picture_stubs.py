@@ -17,6 +17,7 @@ from strop import pictures
 from strop.controller.group import Dispatch, register
 from strop.data.pictures.expand import load_image_processor
 from strop.errors import DataError
+from strop.models import vision
 from strop.models.vision import PictureReader
 from strop.protocol import DataProto
 from strop.rollout.base import Samples, SamplingParams, answer
@@ -48,6 +49,8 @@ class Stub(Worker):
         self.sent: list[int] = []
         self.columns = 0
         self.memory = [self.now()]
+        self.most = {"pictures": 0, "bytes": 0, "pixels": 0}
+        """The largest numbers that were held: of pictures, of bytes of their files, and of bytes of pixels."""
 
     def now(self) -> int:
         found = psutil.Process().memory_info()
@@ -62,14 +65,21 @@ class Stub(Worker):
     def see(self, batch: DataProto) -> None:
         images = batch.batch["images"]
         self.columns = max(self.columns, len(pickle.dumps(images.numpy())))
-        for digest in sorted(set(images.flatten().tolist()) - {0})[::8]:  # 1.5 GB as pixels
+        for digest in sorted(set(images.flatten().tolist()) - {0})[::16]:  # 400 MB as pixels
             self.reader._processed(digest)
             self.memory.append(self.now())
+            self.note()
+
+    def note(self) -> None:
+        files = [len(picture.file) for picture in self._pictures.values()]
+        pixels = [column.nbytes for columns in vision._recent.values() for column in columns.values()]
+        found = {"pictures": len(files), "bytes": sum(files), "pixels": sum(pixels)}
+        self.most = {name: max(self.most[name], number) for name, number in found.items()}
 
     @register(Dispatch.ONE_TO_ALL)
     def forget_pictures(self, digests: Any) -> None:
         Worker.forget_pictures(self, digests)
-        found = {name: getattr(self, name) for name in ("sent", "columns", "memory")}
+        found = {name: getattr(self, name) for name in ("sent", "columns", "memory", "most")}
         own = Path(self.config.trainer.default_local_dir) / f"stub-{os.getpid()}.json"
         own.write_text(json.dumps({**found, "held": sum(map(is_held, self.sent))}))
 

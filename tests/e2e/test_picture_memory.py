@@ -15,6 +15,7 @@ from PIL import Image
 
 from strop import RayPPOTrainer, ResourcePoolManager, Role
 from strop.config.load import load_config
+from strop.config.names import PIXELS_REMEMBERED
 from strop.trainer.build import fetch_tokenizer
 
 import picture_models
@@ -37,7 +38,7 @@ def files(count: int) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_a_process_holds_the_pictures_of_an_iteration_once(tmp_path):
+def test_a_process_holds_the_pictures_of_an_iteration_once(tmp_path, ray_session):
     from picture_stubs import Stub
 
     from strop.controller.ray.group import RayWorkerGroup
@@ -96,4 +97,7 @@ def test_a_process_holds_the_pictures_of_an_iteration_once(tmp_path):
         assert process["columns"] < 1e6
         assert len(process["sent"]) == len(set(process["sent"])) == PROMPTS * ITERATIONS
         assert process["held"] == 0
-        assert grown < 1.1 * own + 350e6
+        assert process["most"]["pictures"] == PROMPTS
+        assert process["most"]["bytes"] <= own
+        assert 0 < process["most"]["pixels"] <= PIXELS_REMEMBERED
+        assert grown < own + 1e9  # of pages that the system has not taken back, and of what was imported
