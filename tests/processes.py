@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,16 +12,6 @@ import psutil
 def commands() -> list[str]:
     """Return the command lines of all processes."""
     return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-
-
-def own_and_orphans(name: str) -> set[str]:
-    """Return ids and commands, with ``name`` in them, of children of this process and of orphans."""
-    return {
-        f"{process.pid} {command}"
-        for process in psutil.process_iter(["ppid", "cmdline"])
-        if process.info["ppid"] in (os.getpid(), 1)
-        and name in (command := " ".join(process.info["cmdline"] or ()))
-    }
 
 
 def with_token(token: str) -> list[str]:

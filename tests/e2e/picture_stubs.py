@@ -50,7 +50,7 @@ class Stub(Worker):
         self.columns = 0
         self.memory = [self.now()]
         self.most = {"pictures": 0, "bytes": 0, "pixels": 0}
-        """The largest numbers that were held: of pictures, of bytes of their files, and of bytes of pixels."""
+        """The largest numbers that were held: pictures, bytes of their files, and bytes of pixels."""
 
     def now(self) -> int:
         found = psutil.Process().memory_info()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from processes import own_and_orphans
+from processes import none_left, with_token
 from safetensors.torch import load_file
 
 from strop.engines.torch.engine import TorchEngine
@@ -140,18 +140,17 @@ def test_a_resumed_run_with_samples_between_turns_trains_the_same(inputs, tmp_pa
         assert "reward_text/note" in found[0].column_names
 
 
-def test_methods_that_break_cost_their_turns_and_leave_no_process(inputs, tmp_path):
+def test_methods_that_break_cost_their_turns_and_leave_no_process(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("STROP_TEST_TOKEN", str(tmp_path))
     grpo = "algorithm.adv_estimator=grpo"
     steps = "trainer.total_training_steps=3"  # an epoch
-    before = own_and_orphans("strop.environments")
     trainer = train(_options(inputs, tmp_path, grpo, steps, "environment.timeout=4", name="Breaks"))
-    started = own_and_orphans("strop.environments") - before  # those of earlier tests may end meanwhile
-    assert started
+    assert any("strop.environments" in command for command in with_token(str(tmp_path)))
     kept = [group.worker for group in trainer.groups.values()]  # as a traceback does
     trainer.shutdown()
-    assert not own_and_orphans("strop.environments") & started
+    left = ("strop.environments", "sleep 314159")
+    assert none_left(lambda: [one for one in with_token(str(tmp_path)) if any(name in one for name in left)])
     assert kept
-    assert not own_and_orphans("sleep 314159")
     found = _metrics(tmp_path)
     assert [metrics["turns/ended_by/error"] for metrics in found] == [0] * 3
     # of the 24 rows one hangs, 4 raise and 4 exit, unless their first turn is cut at its limit
