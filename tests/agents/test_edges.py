@@ -205,7 +205,7 @@ def test_a_session_that_ends_while_its_request_comes_refuses_it():
         rollout.submit = ends
         answer = _Handler(rollout).answer(session.key, {"messages": HI}, False, None)
         with pytest.raises(Refusal, match="the session has ended"):
-            asyncio.run_coroutine_threadsafe(answer, rollout._server.loop).result(10)
+            asyncio.run_coroutine_threadsafe(answer, rollout._server.loop).result(60)
 
 
 def _sends_a_lone_surrogate(base_url):
@@ -292,7 +292,7 @@ def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
     monkeypatch.setattr(server, "_BODY_S", 0.3)
     with _Open() as session:
         url = urlsplit(session.url)
-        with socket.create_connection((url.hostname, url.port), timeout=20) as slow:
+        with socket.create_connection((url.hostname, url.port), timeout=120) as slow:
             head = f"POST /s/{session.key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
             slow.sendall(f"{head}\r\n{{".encode())
             answer = http.client.HTTPResponse(slow)

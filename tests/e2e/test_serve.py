@@ -403,7 +403,7 @@ def test_an_answer_that_has_no_text_is_an_error_of_its_request(scripted, monkeyp
     with monkeypatch.context() as broken:
         broken.setattr(ChatFormat, "cut_at_stop", unreadable)
         with pytest.raises(openai.InternalServerError, match="no text of this token"):
-            ask(client.with_options(timeout=10))
+            ask(client.with_options(timeout=60))
     assert ask(client)[0] == "well"
 
 

@@ -161,19 +161,19 @@ def test_a_sample_that_cannot_be_made_stops_the_scoring(make: Make, running: Run
     feed.end()
     with pytest.raises(LookupError, match=naming("no such token")):
         list(make(workers).evaluate_all(feed))
-    assert none_within(running, 20.0)
+    assert none_within(running, 60.0)
 
 
 @pytest.mark.parametrize(("workers", "code"), [(1, HANG), (1, "result = 1.0"), (WORKERS, HANG)])
 def test_cancelling_does_not_wait_for_the_samples(make: Make, running: Running, workers: int, code: str):
-    scorers, feed = make(workers), samples([code] * 100_000)
+    scorers, feed = make(workers, timeout_s=600.0), samples([code] * 100_000)
     scorers.start()
     threading.Timer(0.3, feed.cancel).start()
     started = time.monotonic()
     with pytest.raises(Cancelled):
         list(scorers.evaluate_all(feed))
-    assert time.monotonic() - started < 30
-    assert none_within(running, 20.0)  # each had a sample
+    assert time.monotonic() - started < 300
+    assert none_within(running, 60.0)  # each had a sample
     assert scores(scorers, ["result = 7.0"]) == [7.0]
 
 
@@ -182,7 +182,7 @@ def test_leaving_early_ends_the_processes_that_have_samples(make: Make, running:
     outcomes = scorers.evaluate_all(samples(["result = 3.0", *[HANG] * 20]))
     assert next(outcomes).score == 3.0
     outcomes.close()
-    assert none_within(running, 20.0)
+    assert none_within(running, 60.0)
     assert scores(scorers, ["result = 7.0"]) == [7.0]
 
 
@@ -196,7 +196,7 @@ def test_ctrl_c_while_samples_are_scored_mixes_nothing_up(make: Make, running: R
             list(outcomes)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert none_within(running, 20.0)
+    assert none_within(running, 60.0)
     assert scores(scorers, ["result = 100 + NUMBER"] * 20) == [*range(100, 120)]
 
 
@@ -231,7 +231,7 @@ def test_answers_written_before_a_crash_count(make: Make, tmp_path: Path):
     codes = [slow, *["result = NUMBER"] * 4, "import os\nos._exit(3)", *["result = NUMBER"] * 4000]
     outcomes = process.evaluate_all(samples(codes, log))
     first, child = next(outcomes), process._child
-    assert none_within(lambda: [child.process.pid] if child.is_alive() else [], 20.0)
+    assert none_within(lambda: [child.process.pid] if child.is_alive() else [], 60.0)
     found = [first, *outcomes]
     assert "exit status 3" in found.pop(5).error
     assert [outcome.score for outcome in found] == [number for number in range(4006) if number != 5]

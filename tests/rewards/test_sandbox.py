@@ -74,7 +74,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MARKER, marker)
     before = children()  # other tests of this process may have left theirs
     yield
-    deadline = time.monotonic() + 30  # a killed process that holds much memory takes a while to end
+    deadline = time.monotonic() + 120  # a killed process that holds much memory takes a while to end
     while marked_processes(marker) or children() - before:
         assert time.monotonic() < deadline, (marked_processes(marker), children() - before)
         time.sleep(0.05)

@@ -902,7 +902,7 @@ def test_a_thread_that_waits_for_servers_can_be_ended():
     begun.wait(60)
     before = time.monotonic()
     thread.end()
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 300
     assert isinstance(future.exception(), KeyboardInterrupt)
 
 

@@ -370,7 +370,7 @@ def test_a_lost_sample_is_closed_too(tmp_path):
     script = Script(environments, [[call("fail")]], rows={"folder": [str(tmp_path)]}, error="end")
     close, script.pool.close = script.pool.close, lambda: None
     assert ended_by(script.play()) == ["error"]
-    for _ in range(100):
+    for _ in range(600):
         if (tmp_path / "closed").exists():
             break
         time.sleep(0.1)
