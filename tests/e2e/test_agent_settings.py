@@ -74,11 +74,7 @@ def test_a_program_trains_the_weights_of_the_environment_in_every_setting(
     if name == "two ranks":
         request.getfixturevalue("ray_session")
     found = []
-    for case, (delay, patience) in {
-        "native": (0.0, 60.0),
-        "at once": (0.0, 60.0),
-        "late": (0.5, 1.0),
-    }.items():
+    for case, (delay, patience) in {"native": (0.0, 60.0), "late": (0.5, 1.0)}.items():
         lookup_task.delay(inputs, delay)
         agent_programs.patience(inputs, patience)
         if case == "late":
@@ -90,7 +86,6 @@ def test_a_program_trains_the_weights_of_the_environment_in_every_setting(
             options = agent_programs.of_program(options, inputs, program)
         found.append(_trained(options, tmp_path / case))
     print(name, found[0][0])  # with -s
-    assert found[1][0] == found[2][0]
     assert found[1] == found[0]
 
 

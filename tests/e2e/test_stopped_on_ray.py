@@ -1,4 +1,4 @@
-"""Runs on Ray that are stopped amid a long generation: saved before its end, and the same numbers in the end."""
+"""Runs on Ray that are stopped amid a long generation: saved before its end, and equal numbers in the end."""
 
 from __future__ import annotations
 
