@@ -95,6 +95,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<|extra_200|>": 5, "<image>": 6, "<|visual token 000000|>": 7}},
     # The class for text and images ignores the cap, and released models have none.
     "gemma3": {"text_config": {"final_logit_softcapping": None}},
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "hyperclovax": {"logits_scaling": 0.5},
     "gemma3n_text": {"laurel_rank": 4},
     "git": {"num_image_with_embedding": 0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},

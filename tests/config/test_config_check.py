@@ -80,6 +80,40 @@ def test_keys_without_a_default_are_required_with_an_example(options, missing):
     assert all(f"{key}=" in line for key, line in zip(missing, errors, strict=True))
 
 
+# ------------------------------------------------------------------------------------------------- models
+
+
+SIZES = {
+    **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9},
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "bound"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1023}}, 1023),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1023}, 1023),
+        ({"rope_scaling": {"rope_type": "dynamic"}, "max_position_embeddings": 1000}, 1000),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1024}}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 512}}, None),
+    ],
+)
+def test_lengths_at_which_a_rope_changes_for_all_rows_are_refused(report, tmp_path, rope, bound):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES | rope))
+    found = [line for line in report().errors if "encodes positions otherwise" in line]
+    assert len(found) == (bound is not None)
+    assert all(mentions(line, "1024 tokens", f"more than {bound}", "max_prompt_length") for line in found)
+
+
+def test_quantized_weights_are_refused(report, tmp_path):
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES | quantized))
+    found = [line for line in report().errors if "quantized" in line]
+    assert len(found) == 1
+    assert mentions(found[0], f"actor_rollout_ref.model.path={tmp_path}/model", "mxfp4", "unquantized")
+
+
 # ------------------------------------------------------------------------------------------------------ names
 
 

@@ -51,6 +51,24 @@ def test_experts_are_fused_from_single_tensors_and_buffers_beside_them_are_read(
         defer_causal_lm(tmp_path)
 
 
+def test_a_buffer_whose_name_in_files_is_another_one_is_read(tmp_path):
+    """Published files of MiniMax-M2 have the routing bias beside the router, transformers within it."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}
+    model = families.model("MiniMaxM2", **sizes)
+    for name, buffer in model.named_buffers():
+        if BIAS in name:
+            buffer.normal_()
+    model.save_pretrained(tmp_path)
+    stored = {name for name in load_file(tmp_path / "model.safetensors") if BIAS in name}
+    deferred, source = defer_causal_lm(tmp_path)
+    assert source.readable
+    own = {name: buffer for name, buffer in model.named_buffers() if BIAS in name}
+    assert own
+    assert not stored & own.keys()
+    buffers = dict(deferred.named_buffers())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in own.items())
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [

@@ -27,6 +27,7 @@ from strop.models.source import write_config
 import picture_models
 import tiny_model
 from builders import random_samples
+from byte_tokenizer import byte_tokenizer
 from messages import naming
 
 
@@ -120,6 +121,18 @@ def test_dropout_is_off_and_overrides_are_applied(tmp_path):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     loaded = load_causal_lm(tmp_path, override_config={"embd_pdrop": 0.5})
     assert (loaded.config.resid_pdrop, loaded.config.attn_pdrop, loaded.config.embd_pdrop) == (0, 0, 0.5)
+
+
+def test_a_tokenizer_of_mistral_keeps_its_chat_template(tmp_path):
+    """Next to tekken.json transformers takes mistral_common's, if that is installed, as with vLLM."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    written["tokenizer_class"] = "LlamaTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    assert load_tokenizer(tmp_path).chat_template == tokenizer.chat_template
 
 
 def test_sizes_that_differ_from_layer_to_layer_are_read(tmp_path):

@@ -55,6 +55,16 @@ FAMILIES = {
     "gemma3": lambda: hf.Gemma3TextConfig(
         **_SIZES, sliding_window=_WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
     ),
+    # the last layers read the keys of earlier ones, and those of full attention have wider heads
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **{**_SIZES, "num_hidden_layers": 6},
+        sliding_window=_WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
     "mixtral": lambda: hf.MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=3, moe_intermediate_size=48),
     "olmo2": lambda: hf.Olmo2Config(**_SIZES),

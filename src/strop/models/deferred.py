@@ -75,7 +75,7 @@ class WeightSource:
                 f"model {path}: {sorted(buffers)[0]} is a buffer that has to be read with the weights; on "
                 "several ranks that needs safetensors files only; convert the model with save_pretrained"
             )
-        _fill(buffers, model.base_model_prefix, Path(path))
+        _fill(buffers, model.base_model_prefix, self._layout, Path(path))
 
     @property
     def readable(self) -> bool:
@@ -171,11 +171,12 @@ def _parameters_on_meta() -> Generator[None]:
         _building.on_meta = False
 
 
-def _fill(buffers: Mapping[str, Tensor], base_prefix: str, path: Path) -> None:
+def _fill(buffers: Mapping[str, Tensor], base_prefix: str, layout: CheckpointLayout, path: Path) -> None:
     """Read the buffers that the files hold; others keep their values from construction."""
     stored = _keys(path) if buffers else {}
     for name, buffer in buffers.items():
-        key = next((key for key in _aliases(name, base_prefix) if key in stored), None)
+        names = (*_aliases(name, base_prefix), layout.renamed(name))
+        key = next((key for key in names if key in stored), None)
         if key is None:
             continue
         with safe_open(stored[key], framework="pt") as tensors:

@@ -69,9 +69,11 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     alone = Path(path) / "tokenizer_config.json"
     located = {"pretrained_model_name_or_path": str(path)} if alone.is_file() else locate(path)
     # AutoTokenizer would pick the class of the model type (for Qwen2 with another pre-tokenizer).
-    kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
+    kind: Any = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
+    # With the package mistral_common, which vLLM brings, it would be a tokenizer without a chat template.
+    options = {"mistral_format": False} if kind is AutoTokenizer else {}
     with raised_as(ModelError, f"no tokenizer can be loaded from {path}"):
-        tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
+        tokenizer = kind.from_pretrained(**located, **options, trust_remote_code=trust_remote_code)
     _require_vocabulary(tokenizer, path)
     of_processor = Path(path) / "chat_template.json"  # where older models with pictures have it
     if tokenizer.chat_template is None and of_processor.is_file():

@@ -194,10 +194,12 @@ def check_causal(model: PreTrainedModel) -> None:
 # Keys of configurations. A family with another is refused by check_projection.
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Gemma 2 to 4; RecurrentGemma; xLSTM."""
-_MULTIPLIERS = ("logit_scale",)
-"""Cohere."""
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Cohere; Falcon-H1; Muse Glimmer."""
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 """Granite; Inkling."""
+_MULTIPLIES = ("hyperclovax",)
+"""Families that multiply by what others divide by."""
 
 
 def _first(config: PretrainedConfig, keys: tuple[str, ...], default: Any) -> Any:
@@ -208,5 +210,8 @@ def _first(config: PretrainedConfig, keys: tuple[str, ...], default: Any) -> Any
 
 def projection_of(config: PretrainedConfig) -> tuple[float, float | None]:
     """Return the scale of a family's logits, and the soft cap after it."""
-    scale = _first(config, _MULTIPLIERS, 1.0) / _first(config, _DIVISORS, 1.0)
+    divisor = _first(config, _DIVISORS, 1.0)
+    if config.get_text_config().model_type in _MULTIPLIES:
+        divisor = 1 / divisor
+    scale = _first(config, _MULTIPLIERS, 1.0) / divisor
     return scale, _first(config, _SOFT_CAPS, None)

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from strop.config.memory.facts import quantization_of
 from strop.errors import ModelError, StropError
 from strop.models.folder import attention_for, generation_config_of, load_model_config, locate, read_config
 from strop.models.folder import load_tokenizer as load_tokenizer  # for programs
@@ -58,6 +59,10 @@ def model_arguments(
     config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
     if reason := reason_unsupported(config):
         raise ModelError(f"model {path}: {reason}")
+    if method := quantization_of(vars(config)):  # of a name on the hub, before its weights are read
+        raise ModelError(
+            f"model {path}: its weights are quantized ({method}), and quantized weights cannot be trained"
+        )
     if num_labels is not None:
         config = scorer_config(config)
         config.num_labels = num_labels

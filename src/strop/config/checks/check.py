@@ -113,6 +113,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     inputs.data_files,
     inputs.chat_template,
     inputs.tokenizers,
+    inputs.quantized_models,
     inputs.libraries,
     inputs.resume,
     inputs.run_folder,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
@@ -15,7 +16,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.learning import trained_models
 from strop.config.keys import all_keys, longest_row, value_at
 from strop.config.machine import machine_memory
-from strop.config.memory.facts import read_model_facts
+from strop.config.memory.facts import quantization_of, read_config_file, read_model_facts
 from strop.config.memory.forecast import hidden_columns
 from strop.config.memory.shapes import gib
 from strop.config.names import missing_module
@@ -168,6 +169,17 @@ def tokenizers(config: RootConfig) -> Iterator[Finding]:
         known.add(path)  # the critic's may be that of the policy
 
 
+def quantized_models(config: RootConfig) -> Iterator[Finding]:
+    """Require models whose weights are numbers: transformers computes with others in its own ways."""
+    paths = supervised_model_paths(config) if isinstance(config, SupervisedConfig) else {}
+    for key, path in (model_paths(config) if isinstance(config, Config) else paths).items():
+        if method := quantization_of(read_config_file(path) if path else {}):
+            yield error(
+                f"{key}={path}: its weights are quantized ({method}), and quantized weights cannot be "
+                "trained, nor adapters on them (QLoRA); name the unquantized model"
+            )
+
+
 def context_windows(config: Config) -> Iterator[Finding]:
     """Warn if sequences may be longer than the context window of the policy or of the reward model."""
     yield from context_of_model(config.actor_rollout_ref.model.path, *longest_row(config.data))
@@ -176,10 +188,35 @@ def context_windows(config: Config) -> Iterator[Finding]:
 
 
 def context_of_model(path: str, longest: int, keys: str) -> Iterator[Finding]:
-    """Warn if `longest` tokens, which `keys` give, exceed the context window of the model at `path`."""
+    """Warn if `longest` tokens, which `keys` give, exceed the context window of the model at `path`.
+
+    Beyond some length a RoPE may turn all rows of a pass otherwise, also the short ones: their log-probs
+    would depend on the rows of a pass, and differ from vLLM's, which goes by the longest that is possible.
+    """
+    bound, kind = _same_rope(read_config_file(path) if path else {})
+    if bound is not None and longest > bound:
+        yield error(
+            f"{keys}: {longest} tokens, and {path} (rope_type={kind}) encodes positions otherwise in passes "
+            f"with more than {bound}, so that log-probs depend on the other rows of a pass; lower them to "
+            f"{bound}"
+        )
     facts = read_model_facts(path)
     if facts is not None and facts.context is not None and facts.context < longest:
         yield warning(f"{keys}: {longest} tokens exceed the context window of {path} ({facts.context})")
+
+
+def _same_rope(config: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return the tokens up to which each pass turns positions alike, None without a bound; and the kind."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    kind, bound = rope.get("rope_type") or rope.get("type"), None
+    if kind in ("longrope", "su"):
+        name = "original_max_position_embeddings"
+        bound = rope.get(name) or text.get(name)
+    elif kind == "dynamic":
+        bound = text.get("max_position_embeddings")
+    return bound if isinstance(bound, int) else None, str(kind)
 
 
 def resume(config: RootConfig) -> Iterator[Finding]:

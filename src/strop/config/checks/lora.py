@@ -7,7 +7,7 @@ from pathlib import Path
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.learning import trained_models
-from strop.config.memory.facts import read_config_file, read_model_facts, trained_whole
+from strop.config.memory.facts import read_model_facts, trained_whole
 from strop.config.names import is_installed, needs_reference
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url, similar_path
 from strop.config.roles import uses_reference
@@ -25,11 +25,6 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
             given = f"{key}.lora_adapter_path={model.lora_adapter_path}"
         if not is_installed("peft"):
             yield error(f"{given}: the package peft is not installed: pip install 'strop[peft]'")
-        if method := _quantization(model.path):
-            yield error(
-                f"{given}: the weights in {key}.path={model.path} are quantized ({method}), and adapters on "
-                "quantized weights (QLoRA) are not supported; set the path to the unquantized model"
-            )
         yield from _folder(key, model.lora_adapter_path)
         if model.lora_adapter_path is not None and _has_reference(config, key):
             yield warning(
@@ -69,9 +64,3 @@ def _folder(key: str, path: str | None) -> Iterator[Finding]:
             f"{key}.lora_adapter_path={path}: {found}; expected a folder of peft's, with {ADAPTER_CONFIG} "
             f"and {ADAPTER_WEIGHTS}"
         )
-
-
-def _quantization(path: str) -> str | None:
-    """Return the name of the method by which a local model is quantized; None if it is not, or not here."""
-    found = read_config_file(path).get("quantization_config") if path else None
-    return str(found.get("quant_method", "of an unnamed method")) if isinstance(found, dict) else None

@@ -69,6 +69,12 @@ def read_config_file(path: str) -> dict[str, Any]:
     return {} if is_url(path) else read_json(_folder_of(path) / "config.json")
 
 
+def quantization_of(config: Mapping[str, Any]) -> str | None:
+    """Return the method by which a model with this config.json is quantized; None if it is not."""
+    found = config.get("quantization_config")
+    return str(found.get("quant_method", "of an unnamed method")) if isinstance(found, Mapping) else None
+
+
 def read_model_facts(path: str) -> ModelFacts | None:
     """Return facts about the model in the folder `path`; None if it is not local or lacks them."""
     if not path or is_url(path):

@@ -285,8 +285,9 @@ def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def attention_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return each layer's attention window in tokens, including the current one; None: unlimited.
+    """Return the attention window in tokens, including the current one, of each layer with keys of its own.
 
+    None: unlimited. Last layers may read the keys of earlier ones (Gemma 3n).
     Raises ``ModelError`` for layers whose state is not keys and values of every token.
     """
     text = config.get_text_config(decoder=True)
@@ -301,4 +302,5 @@ def attention_windows(config: PreTrainedConfig) -> list[int | None]:
             f"rollout.name=hf cannot generate with {config.model_type}: it has {reason}, and only decoders "
             "with full or sliding-window attention are supported"
         )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    n_shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    return [window if kind == "sliding_attention" else None for kind in kinds[: len(kinds) - n_shared]]
