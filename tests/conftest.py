@@ -69,6 +69,18 @@ def pytest_runtest_setup() -> None:
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_outlives_its_module() -> Iterator[None]:
+    """End the default process group that engines within this process have left, for modules that make one."""
+    yield
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        if vllm := sys.modules.get("vllm.distributed.parallel_state"):
+            vllm.cleanup_dist_env_and_memory()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def no_vllm_outlives_its_module() -> Iterator[None]:
     """End the process groups of vLLM's engines after a module, for the next one's."""

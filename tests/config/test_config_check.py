@@ -106,6 +106,16 @@ def test_lengths_at_which_a_rope_changes_for_all_rows_are_refused(report, tmp_pa
     assert all(mentions(line, "1024 tokens", f"more than {bound}", "max_prompt_length") for line in found)
 
 
+def test_a_balance_that_would_outweigh_the_task_is_named(report, tmp_path):
+    """The coefficient of gpt-oss as published."""
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES | {"router_aux_loss_coef": 0.9}))
+    key = "actor_rollout_ref.model.override_config.router_aux_loss_coef"
+    found = [line for line in report().warnings if "router_aux_loss_coef=0.9" in line]
+    assert len(found) == 2  # of the actor and of the critic
+    assert mentions(found[0], f"set {key}=0.001")
+    assert not any(f"set {key}" in line for line in report(f"{key}=0.001").warnings)
+
+
 def test_quantized_weights_are_refused(report, tmp_path):
     quantized = {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES | quantized))

@@ -18,6 +18,7 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.trees import SFT
 from strop.controller.pools import Role
 from strop.errors import ModelError, StropError
+from strop.models.folder import load_tokenizer, words_of
 from strop.models.loader import load_model_config
 from strop.trainer.build import build_trainer, end_ids
 from strop.trainer.supervised import SftTrainer, build
@@ -207,6 +208,22 @@ def test_tokens_beyond_the_embedding(inputs, refusal, tmp_path, special):
     where = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.device=cpu"]
     with pytest.raises(ModelError, match=naming("model.path", "<new>")):
         build(SftTrainer, load_tree(SFT, [*options, *where]))
+
+
+def test_a_placeholder_of_pictures_needs_no_row(inputs, refusal, tmp_path):
+    """Gemma 3's text models have their family's tokenizer; no output layer makes the placeholder."""
+    shutil.copytree(inputs / "model", tmp_path / "text")
+    tokenizer = load_tokenizer(tmp_path / "text")
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "text")
+    written = json.loads((tmp_path / "text" / "tokenizer_config.json").read_text())
+    written["image_token"] = "<image_soft_token>"
+    (tmp_path / "text" / "tokenizer_config.json").write_text(json.dumps(written))
+    rows = load_model_config(tmp_path / "text").vocab_size
+    again = load_tokenizer(tmp_path / "text")
+    assert again.convert_tokens_to_ids("<image_soft_token>") == rows
+    assert not refusal(f"actor_rollout_ref.model.path={tmp_path / 'text'}")
+    assert (words_of(again), words_of(again, [str(tmp_path / "text")])) == (rows + 1, rows)
 
 
 @pytest.mark.parametrize(

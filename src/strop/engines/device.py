@@ -5,17 +5,23 @@ from __future__ import annotations
 import torch
 
 from strop.config.backends import ENGINES
+from strop.config.placement import visible_gpus
 from strop.errors import ConfigError, raised_as
 
 
 def pick_device(name: str) -> torch.device:
     """Return the device of ``trainer.device``; ``auto`` is a GPU if there is one.
 
-    Raises ``ConfigError`` for ``cuda`` without a GPU.
+    Raises ``ConfigError`` for ``cuda`` without a GPU, and for ``auto`` with one that torch cannot use.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda: torch finds no GPU; expected auto or cpu")
     if name == "auto":
+        if visible_gpus() and not torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.device=auto: this machine has a GPU, and torch finds none (an old driver, or torch "
+                "without CUDA); set trainer.device=cpu to go on without it"
+            )
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 

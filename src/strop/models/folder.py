@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from strop.config.memory.facts import attribute_of
+from strop.config.memory.facts import attribute_of, read_model_facts
 from strop.config.names import is_installed
 from strop.config.paths import gguf_files, reason_no_model, weight_map
 from strop.errors import ConfigError, MissingExtraError, ModelError, did_you_mean, raised_as
@@ -56,9 +57,14 @@ def locate(path: str | Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
-def words_of(tokenizer: Any) -> int:
-    """Return the number of words that a tokenizer makes: one more than its largest id."""
-    return 1 + max(tokenizer.get_vocab().values())
+def words_of(tokenizer: Any, models: Iterable[str] = ()) -> int:
+    """Return the number of words that a tokenizer makes, one more than its largest id, and ``models`` have.
+
+    Text-only models have no rows for the placeholders of pictures that their families' tokenizers have.
+    """
+    facts = (read_model_facts(path) for path in models)
+    sizes = (found.vocabulary for found in facts if found is not None)
+    return min(1 + max(tokenizer.get_vocab().values()), *sizes, sys.maxsize)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

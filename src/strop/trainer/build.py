@@ -194,7 +194,8 @@ def _require_same_tokens(
     remedy = remedy or "Set data.tokenizer to null, or to a tokenizer of this model"
     ours = _ordinary_tokens(tokenizer)
     # Text-only models keep the tokenizers of their families, whose placeholders of pictures have no row.
-    others = {str(tokenizer.init_kwargs.get(f"{kind}_token")) for kind in ("image", "audio", "video")}
+    usual = set(type(tokenizer).SPECIAL_TOKENS_ATTRIBUTES)  # the instance's names have further ones
+    others = {token for name, token in tokenizer.special_tokens_map.items() if name not in usual}
     ids = [token_id for token, token_id in tokenizer.get_vocab().items() if token not in others]
     if (largest := max(ids, default=0)) >= size:
         raise ModelError(

@@ -46,7 +46,6 @@ from strop.environments.pool import EnvironmentPool
 from strop.errors import CheckpointError, ModelError, TrainingError, raised_as
 from strop.files import atomic_path
 from strop.manifest import covering
-from strop.models.folder import words_of
 from strop.models.loader import dtype_named
 from strop.models.teaching import Teaching
 from strop.protocol import DataProto
@@ -57,7 +56,7 @@ from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, options_of
 from strop.workers.losses import Recorder, actor_objective
 from strop.workers.memory import phase
-from strop.workers.teacher import cut_passes, teacher_columns
+from strop.workers.teacher import common_words, cut_passes, teacher_columns
 
 
 class ActorRolloutRefWorker(RoleWorker):
@@ -108,7 +107,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model (twice if the role has actor and reference) and build what the role needs."""
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
-        self.words = words_of(self.tokenizer) if uses_teacher(self.config) else 0
+        self.words = common_words(self.config, self.tokenizer) if uses_teacher(self.config) else 0
         self.merges_export = self.section.model.lora_merge
         shares = self.role is Role.ActorRolloutRef and uses_reference(self.config)
         shares = shares and not self._is_reference

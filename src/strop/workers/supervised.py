@@ -98,7 +98,8 @@ class SftWorker(SupervisedWorker[SftConfig]):
         section, spec = self.config.teacher, {}
         self.load_tokenizer()
         if uses_teacher(self.config):
-            own, self.words = section.model.path == THE_POLICY, words_of(self.tokenizer)
+            own, policy = section.model.path == THE_POLICY, self.config.model.path
+            self.words = words_of(self.tokenizer, [policy] if own else [policy, section.model.path])
             whole = section.top_k is None
             spec["keeps_reference_head"] = own and whole
             options = self.model_options(section.model)

@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 
 from strop.config.backends import ENGINES
 from strop.config.keys import longest_row
+from strop.config.roles import teacher_models
+from strop.config.schema import Config
 from strop.config.schema.teacher import Teacher, teachers_of
 from strop.controller.group import Dispatch, register
 from strop.engines.base import Engine
@@ -36,7 +38,7 @@ class TeacherWorker(RoleWorker):
         """Load the policy's tokenizer, whose words are compared, and the teachers; wait for servers."""
         policy = self.config.actor_rollout_ref.model
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or policy.path)
-        self.words = words_of(self.tokenizer)
+        self.words = common_words(self.config, self.tokenizer)
         self._scorers: list[Any] = []
         self._judges = [self._judge(teacher) for teacher in teachers_of(self.config.teacher)]
 
@@ -107,6 +109,12 @@ def _scores(scorer: Any, words: int, batch: DataProto) -> DataProto:
     for row, real_L, scores in zip(found_BL, real_BL, scorer.score(rows), strict=True):
         row[real_L.nonzero()[1:, 0]] = scores  # a row's first id has none
     return DataProto({"teacher_log_prob": found_BL[:, -mask_BT.shape[1] :] * mask_BT})
+
+
+def common_words(config: Config, tokenizer: Any) -> int:
+    """Return the number of words that policy and teachers have."""
+    teachers = [model.path for model in teacher_models(config).values()]
+    return words_of(tokenizer, [config.actor_rollout_ref.model.path, *teachers])
 
 
 def cut_passes(worker: Any) -> dict[str, int]:

@@ -107,6 +107,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     lora.adapters,
     learning.trackers,
     learning.learning_rate,
+    learning.balance_loss,
     processes.worker_group,
     processes.restarts,
     processes.back_ends,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from strop.config.backends import ROLLOUTS
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.derived import USUAL_ALPHA, usual_rate
-from strop.config.memory.facts import read_model_facts
+from strop.config.memory.facts import read_config_file, read_model_facts
 from strop.config.names import (
     OPTIONAL_PACKAGES,
     REWARD_MANAGERS,
@@ -37,6 +37,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _HIGHEST_OF_ADAPTERS = 5
 """The highest rate of LoRA adapters, relative to the usual one."""
+_LARGEST_BALANCE = 0.05
+"""Published models have 0.0001 to 0.02, but for gpt-oss with 0.9."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -159,6 +161,20 @@ def trained_models(config: RootConfig) -> Iterator[TrainedModel]:
             yield TrainedModel("critic.model", critic.model, "critic", critic)
     elif isinstance(config, SupervisedConfig):
         yield TrainedModel("model", config.model, "update", config.update)
+
+
+def balance_loss(config: RootConfig) -> Iterator[Finding]:
+    """Warn of a coefficient of the routers' auxiliary loss next to which the task counts little."""
+    for key, model, _, _ in trained_models(config):
+        file = read_config_file(model.path) if model.path else {}
+        name = "router_aux_loss_coef"
+        coefficient = model.override_config.get(name, (file.get("text_config") or file).get(name))
+        if isinstance(coefficient, int | float) and coefficient > _LARGEST_BALANCE:
+            yield warning(
+                f"{key}.path={model.path}: its router_aux_loss_coef={coefficient:g} adds that multiple of "
+                "the experts' balance, about 1 for each expert of a token, to the loss, which may count more "
+                f"than the task; set {key}.override_config.router_aux_loss_coef=0.001, or 0"
+            )
 
 
 def learning_rate(config: RootConfig) -> Iterator[Finding]:

@@ -155,6 +155,8 @@ class WorkerHost:
             os.environ.setdefault(name, "1")  # bars would break the driver's live display
         if not gpu:  # Ray hides no GPU from a process that requests none
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        elif os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):  # then Ray does not choose for it
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
         import torch
 
         sys.path[:] = module_path

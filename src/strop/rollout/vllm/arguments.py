@@ -56,7 +56,8 @@ def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, An
         arguments["disable_custom_all_reduce"] = True
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if spec.device.type == "cuda":
-        arguments["enable_sleep_mode"] = sleeps(spec.config)
+        # sleeping drops tensors that are no buffers, as the slopes of ALiBi
+        arguments["enable_sleep_mode"] = sleeps(spec.config) and model.model_type != "bloom"
     return arguments
 
 

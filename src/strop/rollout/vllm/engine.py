@@ -140,7 +140,7 @@ class VLLMRollout(QueuedRollout):
                     seed=0,
                     weight_transfer_config={"backend": IN_PROCESS},
                 )
-            except (ValueError, RuntimeError, NotImplementedError, LookupError, VLLMError) as error:
+            except (ValueError, RuntimeError, AssertionError, LookupError, VLLMError) as error:
                 reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
                 raise ModelError(f"rollout.name=vllm: the engine did not start: {reason}") from error
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
@@ -425,6 +425,18 @@ class VLLMRollout(QueuedRollout):
             self._llm.sleep(level=2)
             self._weights.ledger.forget()
             self._asleep = True
+
+    def close(self) -> None:
+        """See ``QueuedRollout.close``; on a GPU the engine ends, so that the process may have another one.
+
+        vLLM 0.32 unmaps the memory of a sleeping engine a second time, and allocates none after that error.
+        """
+        super().close()
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+        if self._sleeps:
+            self._llm.llm_engine.engine_core.shutdown()
 
 
 def gathered(value: Any) -> list[Any]:

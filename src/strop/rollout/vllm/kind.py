@@ -25,6 +25,8 @@ _SMALL_ON_A_CPU = 2 * 2**30
 the tokens/s of hf with 5 to 135 million parameters (benchmarks/results/rollout_vllm_2026-11-24.md)."""
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32, whose import takes seconds; tests/rollout/test_vllm_rollout.py compares them."""
+_MOST_ON_A_GPU = {"allowed_token_ids": 1024, "logit_bias": 1024, "bad_words": 128}
+"""Entries of sampling keys that vLLM's runner on GPUs has room for (0.32)."""
 _HIGHEST_TEMPERATURE = 2.0
 _GPU = 80 * 2**30
 _BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
@@ -108,6 +110,12 @@ class VLLMKind(RolloutKind):
                 yield error(
                     f"{_ROLLOUT}.{name}={value:g}: vLLM takes {_HIGHEST_TEMPERATURE:g} at most; lower it, "
                     f"or set {_ROLLOUT}.name=hf"
+                )
+        for name, bound in _MOST_ON_A_GPU.items() if uses_gpu(config) else ():
+            if len(getattr(rollout, name) or ()) > bound:
+                yield error(
+                    f"{_ROLLOUT}.{name}: it has {len(getattr(rollout, name))} entries, and vLLM takes "
+                    f"{bound} at most on a GPU"
                 )
         if rollout.min_tokens > (most := config.data.max_response_length):
             yield error(f"{_ROLLOUT}.min_tokens={rollout.min_tokens}: data.max_response_length is {most}")

@@ -49,6 +49,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 def keeping_process_state() -> Generator[None]:
     """Undo what building an engine does to the process: it seeds all generators and patches torch."""
     python, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    threads = torch.get_num_threads()  # 1 of an engine on a GPU
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             yield
@@ -56,6 +57,8 @@ def keeping_process_state() -> Generator[None]:
             random.setstate(python)
             np.random.set_state(numpy_state)
             torch.set_num_threads = set_num_threads
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
