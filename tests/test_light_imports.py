@@ -90,9 +90,12 @@ def test_checks_run_without_torch(tmp_path):
 )
 def test_a_check_loads_torch_for_files_of_users_that_name_it(tmp_path, monkeypatch, key):
     (tmp_path / "heavy_file.py").write_text("import torch")
-    (tmp_path / "light_file.py").write_text("import json")
+    (tmp_path / "light_file.py").write_text("import json\nimport also_light")
+    (tmp_path / "also_light.py").write_text("import re")
     monkeypatch.syspath_prepend(tmp_path)
     keys = ["actor_rollout_ref.model.path=m", "data.train_files=f"]
     given = [key.format(folder=tmp_path, name=name) for name in ("heavy_file", "light_file")]
     assert [needs_torch(load_config([*keys, one])) for one in given] == [True, False]
+    (tmp_path / "also_light.py").write_text("from transformers import AutoModel")
+    assert needs_torch(load_config([*keys, given[1]]))
     assert not needs_torch(load_config([*keys, 'environment.tools=["mcp:python \'x"]']))  # an open quote

@@ -89,9 +89,9 @@ def train(
     given.data(data)
     given.algorithm(algorithm)
     given.reward(reward)
-    given.model("actor_rollout_ref.model", model, tokenizer)
     given.environment(environment, tools)
     given.agent(agent)
+    given.model("actor_rollout_ref.model", model, tokenizer)  # last: it names the folder by the other keys
     return _train(given, on_step)
 
 
@@ -122,10 +122,10 @@ def distill(
     given = _Given("train", config, overrides, recipe)
     given.data(data)
     given.reward(reward)
-    given.model("actor_rollout_ref.model", student, tokenizer)
     given.set("teacher.model" if isinstance(teacher, Mapping) else "teacher.model.path", teacher)
     given.environment(environment, tools)
     given.agent(agent)
+    given.model("actor_rollout_ref.model", student, tokenizer)  # last: it names the folder by the other keys
     return _train(given, on_step)
 
 

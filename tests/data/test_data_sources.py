@@ -137,6 +137,8 @@ def test_a_data_frame_is_read_without_its_index():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame([*ROWS, {"question": "w5", "answer": "x", "level": None}], index=[3, 4, 5])
     assert read_table(Rows("frame", frame))["answer"].to_pylist() == ["42", "7", "x"]
+    numbered = [{0: "1+1=", 1: 2}, {0: "2+2=", 1: 4}]  # of a table without a header
+    assert read_table(Rows("list", numbered)).to_pylist() == [{"0": "1+1=", "1": 2}, {"0": "2+2=", "1": 4}]
 
 
 def test_answers_of_several_types_become_text(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import subprocess
 import sys
@@ -190,3 +191,20 @@ def test_a_reward_of_a_script_has_one_name_in_every_process(tmp_path):
     (lines,) = found
     assert "in_words-" in lines
     assert "checkpoints/" in lines
+
+
+class Level(enum.Enum):
+    EASY = 1
+
+    def weight(self):
+        return LEVELS[self]
+
+
+LEVELS = {Level.EASY: 0.5}
+
+
+def test_keys_may_refer_to_the_values_around_them():
+    def score(response):
+        return LEVELS[Level.EASY] * len(response)
+
+    assert fingerprint(score) == fingerprint(score)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.paths import gguf_files
 from strop.config.schema import RootConfig
 
+_IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+\.?(\w+)", re.MULTILINE)
 _USES_TORCH = re.compile(r"\b(torch|transformers|peft|trl|accelerate|sentence_transformers|datasets)\b")
 
 
@@ -39,10 +40,23 @@ def needs_torch(config: RootConfig) -> bool:
         return True
     found = named_files(config.model_dump(mode="json"), config)
     files = [Path(file) for files in found.values() for file in files]
-    codes = [file.read_text(errors="replace") for file in files if file.suffix == ".py" and file.is_file()]
+    codes = _codes(file for file in files if file.suffix == ".py" and file.is_file())
     return any(map(_USES_TORCH.search, codes)) or any(
         not (folder / "config.json").is_file() and gguf_files(folder) for folder in files
     )
+
+
+def _codes(files: Iterable[Path]) -> Iterator[str]:
+    """Yield the texts of Python files, and of those beside them that they import."""
+    waiting, seen = [*files], set[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        yield (code := file.read_text(errors="replace"))
+        beside = (file.parent / f"{name}.py" for name in _IMPORTED.findall(code))
+        waiting += [one for one in beside if one.is_file()]
 
 
 class _LazyTorch(ModuleType):

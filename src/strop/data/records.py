@@ -245,6 +245,9 @@ def _tables(
         rows = [_with_text(record, tree) for _, record in chunk]
         own = rows if answers is None else [_with_text(record, answers) for _, record in chunk]
         columns = dict.fromkeys(key for row in rows for key in row)
+        if not all(isinstance(column, str) for column in columns):  # numbers, of tables without a header
+            rows, own = ([{str(key): row[key] for key in row} for row in part] for part in (rows, own))
+            columns = dict.fromkeys(map(str, columns))
         made: dict[str, pa.Array] = {}
         try:
             for column in columns:

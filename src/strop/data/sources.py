@@ -492,10 +492,15 @@ def _delimiter(name: str, path: Path) -> str:
 def fingerprint(rows: Rows) -> tuple[str, int]:
     """Return a digest of the content, and the number of rows. Raises as ``read_table``."""
     # neither pandas' metadata nor the cut into chunks is content
-    table = read_table(rows).replace_schema_metadata().combine_chunks()
+    table = read_table(rows).replace_schema_metadata()
     sink = _Digest()
+    try:
+        parts = [table.combine_chunks()]
+    except pa.ArrowInvalid:  # nested values of more bytes than 32-bit offsets reach
+        parts = [table.slice(at, CHUNK_ROWS).combine_chunks() for at in range(0, len(table), CHUNK_ROWS)]
     with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as stream:
-        stream.write_table(table)
+        for part in parts:
+            stream.write_table(part)
     return sink.hasher.hexdigest()[:8], len(table)
 
 

@@ -56,14 +56,20 @@ class _Description:
     def _all(self, *values: Any) -> str:
         return ", ".join(map(self.of, values))
 
+    def _beside(self) -> _Description:
+        """Return a description of a value whose place is not known yet; it may name those around it."""
+        other = _Description()
+        other._seen = dict(self._seen)
+        return other
+
     def _content(self, value: Any) -> str:
         match value:
             case list() | tuple():
                 return self._all(*value)
             case set() | frozenset():  # their order is another one in every interpreter
-                return ", ".join(sorted(_Description().of(item) for item in value))
+                return ", ".join(sorted(self._beside().of(item) for item in value))
             case dict():
-                keys = {_Description().of(key): key for key in value}
+                keys = {self._beside().of(key): key for key in value}
                 return ", ".join(f"{text}: {self.of(value[keys[text]])}" for text in sorted(keys))
             case types.CodeType():
                 counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags

@@ -36,9 +36,10 @@ def refuse_media(name: str, table: pa.Table) -> None:
 
 def has_values(values: pa.ChunkedArray) -> bool:
     """Return True if a column, or one of its lists, has a value."""
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        values = values.drop_null().combine_chunks().flatten()
-    return values.null_count < len(values)
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    # by chunk: together, pictures may be more bytes than 32-bit offsets reach
+    parts = [chunk.flatten() for chunk in values.chunks] if is_list else values.chunks
+    return any(part.null_count < len(part) for part in parts)
 
 
 class Reader:
