@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.data.bridge import Bridge, Call
-from strop.data.pictures.parts import Shown, digests_in
+from strop.data.pictures.parts import Shown, digests_in, joined
 from strop.data.pictures.read import alive_parts
 from strop.data.prompts import PromptError, PromptFormat, as_messages, encode_prompts
 from strop.data.tool_calls import find_parser, opens_thinking, require_schemas, text_before, text_of_turn
+from strop.environments.episode import as_objects
 from strop.environments.loading import load_object
 from strop.errors import ConfigError, DataError, ModelError, reword
 from strop.pictures import Picture
@@ -170,7 +171,10 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     ):
         raise Refusal(400, f"tools: found {tools!r:.80}, expected functions with name and parameters")
     given = [] if body.get("tool_choice") == "none" else [(tool, tool["function"].items()) for tool in tools]
-    return [{**tool, "function": {key: one for key, one in own if one is not None}} for tool, own in given]
+    return [
+        as_objects({**tool, "function": {key: one for key, one in own if one is not None}})
+        for tool, own in given
+    ]
 
 
 def _message(number: int, given: Any, pictures: list[Picture]) -> dict[str, Any]:
@@ -346,6 +350,10 @@ class ChatFormat:
         """Return the text of an answer, without its stop token."""
         return text_of_turn(self._tokenizer, ids, self._stops)
 
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Return True if the last of ``ids`` is a stop token."""
+        return bool(ids) and ids[-1] in self._stops
+
     def plain(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -390,14 +398,6 @@ class ChatFormat:
 def _of_agent(text: str) -> str:
     """Return a message about the parser with the key of agents."""
     return text.replace("environment.parser", "agent.parser")
-
-
-def joined(*shown: Shown) -> Shown:
-    """Return ids and pictures one after another."""
-    ids = [token for one in shown for token in one.ids]
-    if not any(one.images_at for one in shown):
-        return Shown(ids)
-    return Shown(ids, tuple(at for one in shown for at in one.images_at or [0] * len(one.ids)))
 
 
 def digest_of(*parts: Any) -> str:

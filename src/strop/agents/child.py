@@ -148,10 +148,12 @@ def _run(command: str, row: str, environment: Mapping[str, str]) -> tuple[int, b
         )
     assert process.stdout is not None
     output, pipe = bytearray(), process.stdout.fileno()
+    source = select.poll()  # select.select takes no descriptor above 1023
+    source.register(pipe, select.POLLIN)
     with process.stdout:
         while True:
             has_ended = process.poll() is not None
-            if select.select([pipe], [], [], 0.0 if has_ended else 0.05)[0]:
+            if source.poll(0 if has_ended else 50):
                 if not (piece := os.read(pipe, 1 << 16)):
                     break
                 output += piece[: _LONGEST_OUTPUT - len(output)]

@@ -21,13 +21,12 @@ from strop.agents.chat import (
     Refusal,
     canonical,
     digest_of,
-    joined,
     split_thinking,
 )
 from strop.algorithms import token_tree
 from strop.algorithms.token_tree import NOTHING, PROMPT, Row, row_of
 from strop.data.bridge import call_id, call_message
-from strop.data.pictures.parts import Shown, digests_of
+from strop.data.pictures.parts import Shown, digests_of, joined
 from strop.pictures import Picture
 
 
@@ -298,6 +297,8 @@ class Session:
         """Make an open node, whose ids are complete, an answered one."""
         count, has_stop = self._form.cut_at_stop(node.ids, node.request.stop)
         node.is_cut = not (node.is_stopped or has_stop)
+        if not self._form.ends(node.ids):  # a text of rollout.stop ended it
+            node.is_stopped = False
         if count < len(node.ids):
             node.is_stopped = False
             self.n_dropped += len(node.ids) - count

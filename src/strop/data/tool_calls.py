@@ -163,8 +163,6 @@ def find_parser(
     Raises ``ConfigError`` for an unknown name, ``ModelError`` if no parser reads what the template writes.
     """
     if name == "auto":
-        if own := getattr(tokenizer, "response_template", None):
-            return _reading({**own, "start_anchor": _START})
         return _reading_back(tokenizer, options, stops)
     if name in NOTATIONS:
         return _reading(NOTATIONS[name], _TAGS.get(name))
@@ -177,14 +175,22 @@ def find_parser(
 
 
 def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[str]) -> Parser:
-    """Return the parser that reads a call from what the chat template writes for it."""
+    """Return the parser that reads a call from what the chat template writes for it.
+
+    The first one that is tried is that of the tokenizer's own ``response_template``, if it has one.
+    """
     properties = {"word": {"type": "string", "description": "The word."}}
     parameters = {"type": "object", "properties": properties, "required": ["word"]}
     schema = {"name": "look_up", "description": "Look up a word.", "parameters": parameters}
     tools = [{"type": "function", "function": schema}]
     call = Call("look_up", {"word": "w 1é"})
     hello, found = [{"role": "user", "content": "Hi"}], ""
-    parsers = {name: _reading(template, _TAGS.get(name)) for name, template in NOTATIONS.items()}
+    own: Mapping[str, Any] = getattr(tokenizer, "response_template", None) or {}
+    parsers = {}
+    if own:  # of its anchors one alone is allowed
+        fields = {key: value for key, value in own.items() if not key.startswith("start_anchor")}
+        parsers["response_template"] = _reading({**fields, "start_anchor": _START})
+    parsers |= {name: _reading(template, _TAGS.get(name)) for name, template in NOTATIONS.items()}
     parsers[PYTHONIC] = _reading(_LISTS)
     for as_text in (False, True):
         # templates raise anything
@@ -207,7 +213,7 @@ def _reading_back(tokenizer: Any, options: Mapping[str, Any], stops: Sequence[st
                     turn = parse(whole[start:end], "", tools)
                     if [read[:2] for read in turn.calls] == [call[:2]]:
                         return parse
-    names = ", ".join(parsers)
+    names = ", ".join((*NOTATIONS, PYTHONIC))
     written = f"it writes a call as {found!r:.200}, which no parser reads" if found else "it writes no calls"
     raise ModelError(
         f"the chat template of {tokenizer.name_or_path!r} does not say how the model writes tool calls: "

@@ -131,7 +131,7 @@ def _schemas(environment: Any, tools: Sequence[Any]) -> list[dict[str, Any]]:
             if name in found:
                 raise ConfigError(f"{where}: there are two tools of this name")
             if name in (described := _described(owner)):
-                found[name] = _as_objects(described[name])
+                found[name] = as_objects(described[name])
                 continue
             is_method = isinstance(owner, type) and inspect.isfunction(_defined(owner, name))
             try:
@@ -178,16 +178,16 @@ def _classes_in(hint: Any) -> list[type]:
     return [hint] if isinstance(hint, type) else []
 
 
-def _as_objects(schema: Any) -> Any:
+def as_objects(schema: Any) -> Any:
     """Return a JSON schema without the schemas True and False, which chat templates do not expect."""
     if isinstance(schema, list):
-        return [_as_objects(one) for one in schema if one is not False]
+        return [as_objects(one) for one in schema if one is not False]
     if not isinstance(schema, Mapping):
         return {} if schema is True else schema
     inner = ("function", "parameters", "items", "anyOf", "oneOf", "allOf")
-    found = {**schema, **{key: _as_objects(schema[key]) for key in inner if key in schema}}
-    if properties := schema.get("properties"):
-        kept = {name: _as_objects(one) for name, one in properties.items() if one is not False}
+    found = {**schema, **{key: as_objects(schema[key]) for key in inner if key in schema}}
+    if isinstance(properties := schema.get("properties"), Mapping):
+        kept = {name: as_objects(one) for name, one in properties.items() if one is not False}
         found["properties"] = kept
     return found
 

@@ -59,7 +59,7 @@ class Server:
             if has_ended and _shared.get(self.given) is connection:  # without state, another one is as good
                 _shared.pop(self.given).end()
             raise
-        texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
+        texts = [_text_of(part) for part in result.content]
         if not texts and result.structured_content is not None:
             texts = [json.dumps(result.structured_content, ensure_ascii=False)]
         if result.is_error:
@@ -166,3 +166,9 @@ async def _tools(given: str, folder: str, errors: Any) -> list[dict[str, Any]]:
         }
         for tool in found
     ]
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a part of an answer, also of a resource in it; of a link its URI."""
+    text = getattr(getattr(part, "resource", part), "text", None)
+    return text if text is not None else str(getattr(part, "uri", None) or f"[{part.type}]")

@@ -26,6 +26,7 @@ import torch
 
 from strop.columns import ENDED_BY
 from strop.data.bridge import Bridge, Call, UnwritableText, call_id
+from strop.data.pictures.parts import Shown, joined
 from strop.environments.loading import Environments
 from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError, ModelError
@@ -295,6 +296,8 @@ class Episodes:
             except ModelError as error:
                 named = self._environments.name_of(episode.row)
                 raise ModelError(f"{named}: turn {number} of sample {row}: {error}") from error
+            if not self._form.ends(batch.ids(row)):  # a text of rollout.stop ended the turn
+                shown = joined(Shown([episode.bridge.end_id]), shown)
             batch.insert(row, *shown, came)
             if not batch.complete[row]:  # else the answer did not fit
                 turn.answers = messages

@@ -95,6 +95,10 @@ class TurnFormat:
         """Return the bridge of the prompts that show ``tools``."""
         return self._bridges[json.dumps(tools)]
 
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Return True if the last id of a turn is a stop token."""
+        return ids[-1] in self._stop_ids
+
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a turn, without its stop token."""
         return text_of_turn(self._tokenizer, ids, self._stop_ids)

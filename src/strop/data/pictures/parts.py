@@ -43,6 +43,14 @@ class Shown(NamedTuple):
     """The column of this name, of ``strop.pictures``; empty without pictures."""
 
 
+def joined(*shown: Shown) -> Shown:
+    """Return ids and pictures one after another."""
+    ids = [token for one in shown for token in one.ids]
+    if not any(one.images_at for one in shown):
+        return Shown(ids)
+    return Shown(ids, tuple(at for one in shown for at in one.images_at or [0] * len(one.ids)))
+
+
 def is_place(part: Any) -> bool:
     """Return True for a part that stands for a picture."""
     return isinstance(part, Mapping) and part.get("type") in _KINDS
