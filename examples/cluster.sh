@@ -15,9 +15,10 @@ ray=.venv/bin/ray
 
 on() { ssh "$1" "cd $(printf %q "$PWD") && ${*:2}"; }
 
-on "$head" "$ray start --head --port=6379"
+# `ray job stop` kills a job 3 s after its SIGTERM otherwise, before the run has saved what it has done.
+on "$head" "RAY_JOB_STOP_WAIT_TIME_S=3600 $ray start --head --port=6379"
 for node in "${nodes[@]:1}"; do
-  on "$node" "$ray start --address=$head:6379"
+  on "$node" "RAY_JOB_STOP_WAIT_TIME_S=3600 $ray start --address=$head:6379"
 done
 
 # The head accepts jobs only a few seconds after it starts.

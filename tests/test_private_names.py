@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,6 +201,9 @@ def test_names_of_ray():
     assert set(ray_private.__all__) <= set(vars(ray_private))
     assert ray_private.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR in str(vars(ray_private.ray_constants))
     assert hasattr(ray_private.ray_constants, "ENABLE_RAY_CLUSTER")
+    from ray._private import worker
+
+    assert "ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV" in inspect.getsource(worker)
     assert callable(ray_private.authentication.enable_token_auth_by_default)
     assert ray_private.RayParams(num_cpus=2, include_dashboard=False).num_cpus == 2
     assert "gcs_address" in dir(ray_private.Node)

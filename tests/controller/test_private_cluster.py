@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from strop.controller import rendezvous
 from strop.controller.ray import cluster
-from strop.errors import WorkerError
+from strop.errors import ConfigError, WorkerError
+
+from messages import naming
 
 CONNECT = """
 import ray
@@ -121,3 +124,24 @@ def test_a_raylet_that_dies_while_the_driver_connects_is_named(tmp_path):
     done = drive(LOSE_THE_RAYLET + CONNECT, tmp_path)
     assert done.returncode != 0
     assert "WorkerError: Ray did not start on this machine: its process raylet (pid " in done.stderr
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])
+def test_an_address_of_jobs_or_of_rays_client_is_refused(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=naming(f"RAY_ADDRESS={address}", "HOST:PORT")):
+        cluster.connect(2)
+
+
+def test_gloo_takes_the_interface_towards_the_others(monkeypatch):
+    """The name of a machine may be 127.0.1.1, by which no other one reaches it."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(rendezvous, "address_toward", lambda host: "127.0.0.1")
+    rendezvous.choose_interfaces("10.0.0.7")
+    assert [*environment] == ["GLOO_SOCKET_IFNAME"]
+    assert environment["GLOO_SOCKET_IFNAME"].startswith("lo")
+    environment["GLOO_SOCKET_IFNAME"] = "ib0"
+    rendezvous.choose_interfaces("10.0.0.7")
+    assert environment == {"GLOO_SOCKET_IFNAME": "ib0"}

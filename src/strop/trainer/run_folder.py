@@ -264,7 +264,8 @@ def require_shared_folder(
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"trainer.default_local_dir={folder} is not shared: a file written by the driver on "
-                    f"{socket.gethostname()} is missing on {', '.join(nodes)}. All processes write their "
+                    f"{socket.gethostname()} is missing on {', '.join(nodes)}, or the processes there may "
+                    "not write beside it. All processes write their "
                     "part of a checkpoint into one folder: set it to one on a file system that every node "
                     "mounts at the same path (NFS, Lustre, ...); trainer.default_hdfs_dir is for copies"
                 )

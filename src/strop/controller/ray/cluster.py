@@ -127,7 +127,13 @@ def _start(processes: int) -> None:
 
 
 def _join(address: str) -> None:
-    if re.fullmatch(r".+:\d+", address) and "://" not in address and not answers(address):
+    if "://" in address:
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: expected HOST:PORT, as of `ray start` (6379); the address of jobs is "
+            "for `ray job submit`, and Ray's client (ray://) is not supported. RAY_ADDRESS=local starts a "
+            "private cluster"
+        )
+    if re.fullmatch(r".+:\d+", address) and not answers(address):
         raise ConfigError(  # Ray itself would retry for minutes
             f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
             "RAY_ADDRESS to start a private cluster"

@@ -31,7 +31,7 @@ from ray.exceptions import RayError
 from strop.controller.group import data_parallel_places
 from strop.controller.ray.handles import Columns, to_array
 from strop.controller.ray.wire import Packed, pack, unpack
-from strop.controller.rendezvous import PATIENCE, open_store, stay_on_this_machine
+from strop.controller.rendezvous import PATIENCE, choose_interfaces, open_store
 from strop.errors import portable
 from strop.passed import PASSED
 from strop.protocol import DataProto
@@ -137,6 +137,8 @@ _BESIDE = "beside"
 _LARGE_BYTES = 1 << 18
 """A rank's column of this size is a separate object of the store."""
 _AFTER_THE_DRIVER_S = 60.0
+_REACHED_WITHIN = timedelta(seconds=600)
+"""In which a rank reaches the store of rank zero; a closed port between machines would not end otherwise."""
 
 
 class WorkerHost:
@@ -196,9 +198,9 @@ class WorkerHost:
 
         if gpu:
             torch.cuda.set_device(0)
-        stay_on_this_machine(host)
+        choose_interfaces(host)
         timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S) if timeout_s else PATIENCE
-        store = self._store or dist.TCPStore(host, port, timeout=timeout)
+        store = self._store or dist.TCPStore(host, port, timeout=min(timeout, _REACHED_WITHIN))
         store.set_timeout(timeout)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if gpu else "gloo",  # objects are exchanged on the CPU
@@ -258,8 +260,8 @@ class WorkerHost:
         return host.call(name, method, packed, read, *objects)
 
     def sees(self, path: str) -> bool:
-        """Return True if the file exists on this node."""
-        return Path(path).exists()
+        """Return True if the file exists on this node, in a folder in which this process may write."""
+        return Path(path).exists() and os.access(Path(path).parent, os.W_OK)
 
     @ray.method(concurrency_group=_WATCH)
     def lifetime(self) -> None:

@@ -30,6 +30,11 @@ __all__ = [
 ]
 
 
+# Under `uv run` ray.init would send the folder, with its data and checkpoints, to workers, and let each make
+# an environment of its own; the processes of a run have the driver's path.
+ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+
+
 def wrapped_class(actor_class: Any) -> type:
     """Return the class that ``ray.remote`` has made ``actor_class`` of."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strop.controller.rendezvous import PATIENCE, open_store, stay_on_this_machine
+from strop.controller.rendezvous import PATIENCE, choose_interfaces, open_store
 from strop.errors import ModelError
 from strop.listening import address_toward
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
@@ -65,7 +65,7 @@ class Channel:
         self._store, self._device, self._size = dist.PrefixStore("weights", store), device, size
         groups = dist.PrefixStore("group", store)
         if device.type == "cuda":
-            stay_on_this_machine(store.host)
+            choose_interfaces(store.host)
             options = nccl_options(patience)  # a rollout may still generate
             self._group: Any = dist.ProcessGroupNCCL(groups, rank, size, options)
         else:
