@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,8 +26,12 @@ import gpu
 
 @pytest.fixture(autouse=True)
 def no_end(monkeypatch):
-    """Let a test that sets a budget of 0 finish on a busy machine."""
+    """Let a test that sets a budget of 0 finish on a busy machine; one that fails would end it later."""
     monkeypatch.setattr(gpu, "OVER_S", 600)
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
 
 
 @pytest.mark.slow

@@ -90,7 +90,10 @@ def test_a_program_trains_the_weights_of_the_environment_in_every_setting(
 
 
 @pytest.mark.parametrize(("name", "program"), [("synchronous", "openai"), *CURL], indirect=["program"])
-def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, tmp_path, name, program):
+def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(
+    inputs, tmp_path, monkeypatch, name, program
+):
+    monkeypatch.setenv("STROP_TEST_TOKEN", str(tmp_path))
     size = SMALLEST if program == "curl" else SMALL
     keys = (*size, *SETTINGS[name], "trainer.save_freq=1", "trainer.total_training_steps=10")
     agent_programs.patience(inputs, 60.0)
@@ -109,10 +112,7 @@ def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(inputs, t
         assert _started(options, log).wait() == 0, log.read_text()[-3000:]
         digests.append(hashlib.sha256((run / "final_model" / "model.safetensors").read_bytes()).hexdigest())
     assert digests[0] == digests[1]
-    assert processes.none_left(
-        # the server that forks the tests' Ray workers has the folder in its module path
-        lambda: [one for one in processes.commands() if str(inputs) in one and "forkserver" not in one]
-    )
+    assert processes.none_left(lambda: processes.with_token(str(tmp_path)))
 
 
 def _started(options: list[str], log: Path) -> subprocess.Popen:
