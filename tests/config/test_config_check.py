@@ -89,6 +89,9 @@ SIZES = {
 }
 
 
+EQUAL = {"short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}
+
+
 @pytest.mark.parametrize(
     ("rope", "bound"),
     [
@@ -96,6 +99,7 @@ SIZES = {
         ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1023}, 1023),
         ({"rope_scaling": {"rope_type": "dynamic"}, "max_position_embeddings": 1000}, 1000),
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1024}}, None),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 9} | EQUAL}, None),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 512}}, None),
     ],
 )
@@ -104,6 +108,10 @@ def test_lengths_at_which_a_rope_changes_for_all_rows_are_refused(report, tmp_pa
     found = [line for line in report().errors if "encodes positions otherwise" in line]
     assert len(found) == (bound is not None)
     assert all(mentions(line, "1024 tokens", f"more than {bound}", "max_prompt_length") for line in found)
+    assert not any("positions otherwise" in line for line in report("trainer.val_only=True").errors)
+    yarn = "actor_rollout_ref.model.override_config={rope_scaling: {rope_type: yarn, factor: 2.0}}"
+    if "rope_scaling" in rope:
+        assert not any("positions otherwise" in line for line in report(yarn).errors)
 
 
 def test_a_balance_that_would_outweigh_the_task_is_named(report, tmp_path):

@@ -134,6 +134,13 @@ def test_answers_of_several_types_are_read_as_they_were(tmp_path):
     assert [row["extra_info"].get("hints") for row in found] == [{"first": "count"}, {"first": [1]}, None]
 
 
+def test_records_with_an_empty_one_are_kept(tmp_path):
+    """Parquet has no empty records, and 1 next to 0.5 is kept as it was written."""
+    rows = [{"prompt": "?", "answer": "2", "extra_info": {"score": n, "kwargs": {}}} for n in (1, 0.5)]
+    found = table(write(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    assert [json.loads(row["extra_info"])["kwargs"] for row in found] == [{}, {}]
+
+
 @pytest.mark.parametrize(
     ("column", "value"), [("extra_info", "level 3"), ("reward_model", "2"), ("answer", []), ("answer", {})]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from strop.config.backends import ENGINES
@@ -17,7 +19,8 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda: torch finds no GPU; expected auto or cpu")
     if name == "auto":
-        if visible_gpus() and not torch.cuda.is_available():
+        has_gpu = visible_gpus() and any(Path("/dev").glob("nvidia[0-9]*"))
+        if has_gpu and not torch.cuda.is_available():
             raise ConfigError(
                 "trainer.device=auto: this machine has a GPU, and torch finds none (an old driver, or torch "
                 "without CUDA); set trainer.device=cpu to go on without it"

@@ -132,7 +132,7 @@ def _storable(name: str, rows: list[dict[str, Any]]) -> pa.Table:
         if has_exact and pa.types.is_string(kind):
             table = table.set_column(number, column, table.column(column).cast(pa.json_()))
             continue
-        if has_exact and pa.types.is_struct(kind):
+        if has_exact and pa.types.is_struct(kind) and "struct<>" not in str(kind):
             given = [row.get(column) for row in rows]
             table = table.set_column(number, column, _with_json(table.column(column).combine_chunks(), given))
             continue

@@ -175,26 +175,28 @@ def quantized_models(config: RootConfig) -> Iterator[Finding]:
     for key, path in (model_paths(config) if isinstance(config, Config) else paths).items():
         if method := quantization_of(read_config_file(path) if path else {}):
             yield error(
-                f"{key}={path}: its weights are quantized ({method}), and quantized weights cannot be "
-                "trained, nor adapters on them (QLoRA); name the unquantized model"
+                f"{key}={path}: its weights are quantized ({method}), and they are not supported, "
+                "nor adapters on them (QLoRA); name the unquantized model"
             )
 
 
 def context_windows(config: Config) -> Iterator[Finding]:
     """Warn if sequences may be longer than the context window of the policy or of the reward model."""
-    yield from context_of_model(config.actor_rollout_ref.model.path, *longest_row(config.data))
-    if config.reward_model.enable:
-        yield from context_of_model(config.reward_model.model.path, *longest_scored_row(config))
+    model, scorer, trains = config.actor_rollout_ref.model, config.reward_model, not config.trainer.val_only
+    yield from context_of_model(model, *longest_row(config.data), trains=trains)
+    if scorer.enable:
+        yield from context_of_model(scorer.model, *longest_scored_row(config), trains=trains)
 
 
-def context_of_model(path: str, longest: int, keys: str) -> Iterator[Finding]:
-    """Warn if `longest` tokens, which `keys` give, exceed the context window of the model at `path`.
+def context_of_model(model: Any, longest: int, keys: str, *, trains: bool = True) -> Iterator[Finding]:
+    """Warn if `longest` tokens, which `keys` give, exceed the context window of a section's `model`.
 
     Beyond some length a RoPE may turn all rows of a pass otherwise, also the short ones: their log-probs
     would depend on the rows of a pass, and differ from vLLM's, which goes by the longest that is possible.
     """
-    bound, kind = _same_rope(read_config_file(path) if path else {})
-    if bound is not None and longest > bound:
+    path = model.path
+    bound, kind = _same_rope(read_config_file(path) if path else {}, model)
+    if trains and bound is not None and longest > bound:
         yield error(
             f"{keys}: {longest} tokens, and {path} (rope_type={kind}) encodes positions otherwise in passes "
             f"with more than {bound}, so that log-probs depend on the other rows of a pass; lower them to "
@@ -205,13 +207,13 @@ def context_of_model(path: str, longest: int, keys: str) -> Iterator[Finding]:
         yield warning(f"{keys}: {longest} tokens exceed the context window of {path} ({facts.context})")
 
 
-def _same_rope(config: Mapping[str, Any]) -> tuple[int | None, str]:
+def _same_rope(config: Mapping[str, Any], model: Any) -> tuple[int | None, str]:
     """Return the tokens up to which each pass turns positions alike, None without a bound; and the kind."""
-    text = config.get("text_config") or config
+    text = {**(config.get("text_config") or config), **getattr(model, "override_config", {})}
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
     kind, bound = rope.get("rope_type") or rope.get("type"), None
-    if kind in ("longrope", "su"):
+    if kind in ("longrope", "su") and rope.get("short_factor") != rope.get("long_factor", ()):
         name = "original_max_position_embeddings"
         bound = rope.get(name) or text.get(name)
     elif kind == "dynamic":

@@ -61,7 +61,7 @@ def model(config: SupervisedConfig) -> Iterator[Finding]:
     """Require the model; warn if rows may be longer than its context window."""
     for key, path in supervised_model_paths(config).items():
         yield from inputs.model_folder(key, path)
-    yield from inputs.context_of_model(config.model.path, *longest_row(config.data))
+    yield from inputs.context_of_model(config.model, *longest_row(config.data))
 
 
 def memory(config: SupervisedConfig) -> Iterator[Finding]:

@@ -432,11 +432,15 @@ class VLLMRollout(QueuedRollout):
         vLLM 0.32 unmaps the memory of a sleeping engine a second time, and allocates none after that error.
         """
         super().close()
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
-        if self._sleeps:
+        if not self._sleeps:
+            return
+        try:
+            if self._asleep:
+                self._llm.wake_up()
+                self._asleep = False
             self._llm.llm_engine.engine_core.shutdown()
+        except Exception as error:  # noqa: BLE001 - it would replace the error for which the run ends
+            logger.warning("warning: vLLM's engine could not be ended: %s", error)
 
 
 def gathered(value: Any) -> list[Any]:
