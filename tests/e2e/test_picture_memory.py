@@ -89,7 +89,7 @@ def test_a_process_holds_the_pictures_of_an_iteration_once(tmp_path, ray_session
             group.settle()
     finally:
         trainer.shutdown()
-    own = max(sum(map(len, pictures[start : start + PROMPTS])) for start in range(0, len(pictures), PROMPTS))
+    own = sum(sorted(map(len, pictures))[-PROMPTS:])  # an iteration draws any of them
     found = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("stub-*.json")]
     assert len(found) == 2
     for process in found:
