@@ -297,12 +297,11 @@ class Session:
         """Make an open node, whose ids are complete, an answered one."""
         count, has_stop = self._form.cut_at_stop(node.ids, node.request.stop)
         node.is_cut = not (node.is_stopped or has_stop)
-        if not self._form.ends(node.ids):  # a text of rollout.stop ended it
-            node.is_stopped = False
         if count < len(node.ids):
-            node.is_stopped = False
             self.n_dropped += len(node.ids) - count
             del node.ids[count:], node.log_probs[count:], node.versions[count:]
+        # a text of the request or of rollout.stop may have ended it
+        node.is_stopped = node.is_stopped and self._form.ends(node.ids)
         node.answer = self._form.read(node.request, node.context, node.ids)
         node.history = (*node.request.history, canonical(node.message()))
         self.open.remove(node)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from strop.config.paths import SAFETENSORS_INDEX, weight_map
 from strop.errors import ModelError, StropError, raised_as
@@ -82,7 +82,7 @@ class WeightSource:
         """True if safetensors files hold every tensor as the model has it.
 
         Tensors that transformers fuses, such as those of experts, count as had. Otherwise (GGUF, .bin,
-        quantized weights, other conversions) ``stream`` reads the whole model first.
+        other conversions) ``stream`` reads the whole model first.
         """
         return self._files is not None
 
@@ -204,9 +204,6 @@ def _find(
     model: PreTrainedModel, path: Path, fresh: Mapping[str, Any], layout: CheckpointLayout
 ) -> _Places | None:
     """Return the places of all parameters; None if the files cannot be streamed."""
-    config: PretrainedConfig = model.config
-    if getattr(config, "quantization_config", None) is not None:
-        return None
     stored = _keys(path)
     by_identity: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -247,7 +244,7 @@ def _fits(file: Path, key: str, weight: Tensor) -> bool:
     try:
         with safe_open(file, framework="pt") as tensors:
             stored = tensors.get_slice(key)
-            # integers and float8 are quantized weights, which transformers unpacks with their scales
+            # integers and float8 have scales, which transformers unpacks them with
             return stored.get_shape() == list(weight.shape) and stored.get_dtype() in ("F32", "BF16", "F16")
     except (OSError, SafetensorError):
         return False
