@@ -323,3 +323,55 @@ def test_a_tokenizer_of_words_keeps_the_first_word_of_an_answer():
     assert encode_responses(["the hat"], tokenizer, before=before) == [[2, 3, 4]]
     # nor where the text before is unknown to it
     assert encode_responses(["the hat"], tokenizer, before=("0",)) == [[2, 3, 4]]
+
+
+@pytest.mark.parametrize("role", ["human", "User", "developer", "function"])
+def test_a_role_that_the_template_does_not_render_is_an_error(make_tokenizer, role):
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{% if m.role in ['user', 'system', 'assistant', 'tool'] %}"
+        "{{ '[' + m.role + '] ' + m.content + ' ' }}{% endif %}{% endfor %}{{ '[assistant]' }}"
+    )
+    message = {"role": role, "content": "w2"}
+    chats = [[{"role": "system", "content": "w3"}, USER], [USER, message, USER], [message]]
+    assert len(encode_prompts(chats[:1], tokenizer)) == 1
+    for chat in chats[1:]:
+        with pytest.raises(
+            PromptError, match=rf"leaves out messages of the role '{role}'.*data\.chat_template"
+        ):
+            encode_prompts([[USER], chat], tokenizer)
+
+
+def test_answers_have_the_control_tokens_that_the_template_writes_around_them(make_tokenizer, tmp_path):
+    """As those of gpt-oss and Command; a model generates them, so that its prompts end before them."""
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ '[' + m.role + '] ' }}{% if m.role == 'assistant' %}{{ '<s> w9 <s> ' + "
+        "m.content + ' w8 <s> <e> ' }}{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "<e>"], "eos_token": "<e>"})
+    rows = [
+        {"prompt": [USER], "response": "w2 w3", "truncated": None},
+        {"prompt": [USER, ANSWER], "response": "w4"},  # is continued
+        {"prompt": [USER], "response": "w5 w6", "truncated": True},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    options = {"prompt_key": "prompt", "answer_keys": {"response": "response"}}
+    limits = {"max_prompt_length": 20, "max_response_length": 20}
+
+    def answers(**more):
+        found = AnsweredDataset(tmp_path / "t.parquet", tokenizer, **options, **limits, **more)
+        return [tokenizer.decode(row["response"]) for row in found]
+
+    header, end = "<s> w9 <s>", "w8 <s> <e>"
+    assert answers() == [f"{header} w2 w3 {end}", "w4 <e>", f"{header} w5 w6"]
+    texts = [f"{header} w2 {end}", f"<s> w7 <s> w2 {end}", "w3"]  # the second one is of another channel
+    rows = [{"prompt": [USER], "response": text} for text in texts]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    written = answers(how=PromptFormat(allow_special_tokens=True))
+    assert written == [*texts[:2], f"{header} w3 {end}"]
+
+
+@pytest.mark.parametrize("text", ["[{{1, 2}, {3}}]", "[{[1, 2]: 3}]"])
+def test_a_text_in_pythons_notation_that_has_no_value_is_text(text, tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
+    assert read_prompt_table(tmp_path / "t.jsonl").row(0) == {"prompt": text}

@@ -18,6 +18,7 @@ import torch
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.bridge import Bridge
+from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
 from strop.data.pictures.rows import check_first, pictures_of
 from strop.data.prompt_table import Files, read_prompt_table, source_of
@@ -25,6 +26,7 @@ from strop.data.prompts import (
     AUTO,
     PromptFormat,
     ResponseEncoder,
+    control_tokens_around_answers,
     second_tag,
     texts_before_answers,
     thinking_before_answers,
@@ -49,10 +51,11 @@ class AnsweredDataset:
     ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
     of ``columns``. The end of an answer to a chat is the one of ``end_ids`` that the chat template writes
     after a turn, else the tokenizer's; with ``how.allow_special_tokens`` an answer that has an end gets no
-    second one. Where the template ends prompts with ``<think>``, an answer that begins with it loses the tag.
-    An answer that is True in a column ``<name>_truncated`` of the files, for example ``chosen_truncated``,
-    was cut when it was generated, and gets no end token; of a single answer also ``truncated``, as samples of
-    strop have it. A row with an empty answer, which would teach to stop at once, is dropped with a warning.
+    second one. Control tokens that the template writes around an answer, as for gpt-oss, are a part of it.
+    Where the template ends prompts with ``<think>``, an answer that begins with it loses the tag. An answer
+    that is True in a column ``<name>_truncated`` of the files, for example ``chosen_truncated``, was cut when
+    it was generated, and gets no end token; of a single answer also ``truncated``, as samples of strop have
+    it. A row with an empty answer, which would teach to stop at once, is dropped with a warning.
 
     Prompts may have pictures, as those of ``RLHFDataset``, and answers none.
 
@@ -140,6 +143,11 @@ class AnsweredDataset:
         if end != ends[0]:
             names = tokenizer.convert_ids_to_tokens([end, ends[0]])
             logger.info("answers end with %s, as turns in the chat template, not with %s", *names)
+        end_text = str(tokenizer.convert_ids_to_tokens([end])[0])
+        around = control_tokens_around_answers(tokenizer, how, end_text) if is_chat else ([], [])
+        if any(around):
+            texts = tokenizer.decode(around[0]), tokenizer.decode(around[1])
+            logger.info("answers stand between %r and %r, as in the chat template", *texts)
         for name in answer_keys:
             tokens = self._tokens[name].with_last(end)
             cut = self._are_cut(f"{name}_truncated", *(["truncated"] if len(answer_keys) == 1 else []))
@@ -147,7 +155,13 @@ class AnsweredDataset:
                 self._warn_of_thinking(answer_keys[name], thinks_N & ~cut)
             if how.allow_special_tokens:  # an answer that was rendered beforehand has its end already
                 cut = cut | np.isin(tokens.before_last(), ends)
-            self._tokens[name] = tokens.without_last(cut)
+            tokens = tokens.without_last(cut)
+            if any(around):
+                continued = self._table.ending_with("assistant", prompt_key)
+                # one that was rendered beforehand has its own, perhaps of another channel
+                is_rendered = np.isin(tokens.first(), control_tokens(tokenizer).ids)
+                tokens = tokens.framed(*around, ~continued & ~is_rendered, cut)
+            self._tokens[name] = tokens
         if len(answer_keys) > 1:
             self._require_differing(*answer_keys.values())
         self._sources = [source_of(self._table.locate(row)[0]) for row in range(len(self._table))]

@@ -50,6 +50,7 @@ class ControlTokens:
             if len(str(token)) > 1
             and (token.special or str(token) in special or _MARKER.fullmatch(str(token)))
         }
+        self.ids = [*self._ids]
         # longest first: a regular expression takes the first alternative that matches
         self.names = sorted(set(self._ids.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -96,6 +96,8 @@ class PromptFormat:
             how += f" with {', '.join(given)}"
         if self.system_prompt is not None:
             how += ", after data.system_prompt"
+        if writes_date(tokenizer):
+            how += ", which may write today's date (on another day the same prompts have other tokens)"
         if n_with_tools:
             how += f", {n_with_tools} of them with tools"
         if is_text:
@@ -153,7 +155,8 @@ def chat_of_text(text: str | None) -> list[dict[str, Any]] | None:
 def _parsed(text: str) -> Any:
     """Return what a text holds as JSON or in Python's notation; the text itself if it is neither."""
     for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        # TypeError: a set in a set, which is Python and has no value
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return read(text.strip())
     return text
 
@@ -260,25 +263,64 @@ def encode_prompts(
     for offset, ids in enumerate(encoded):
         if len(ids) == 0:
             raise PromptError(offset, "the prompt has no tokens")
-    for offset, prompt in enumerate(prompts):  # the first one with calls stands for all
-        if isinstance(prompt, list) and any(message.get("tool_calls") for message in prompt):
-            bare = [
-                {**message, "tool_calls": None, "content": message.get("content") or ""} for message in prompt
-            ]
-            found = None
-            with contextlib.suppress(PromptError):  # a template that reads calls may refuse answers without
-                found = _encode_one(offset, bare, tools[offset], own[offset], tokenizer, how)
-            if found == encoded[offset]:
-                raise PromptError(
-                    offset,
-                    "the chat template leaves out the tool calls of its messages: write them into their "
-                    "content, or use a template that shows them (data.chat_template)",
-                )
-            break
+    for offset, problem, other in _changed(prompts, _shown_by(tokenizer)):
+        found = None
+        with contextlib.suppress(PromptError):  # a template that reads calls may refuse answers without
+            found = _encode_one(offset, other, tools[offset], own[offset], tokenizer, how)
+        if found == encoded[offset]:
+            raise PromptError(offset, problem)
     return encoded
 
 
 _MARK = "zqxjkvbp"
+_SHOWN: weakref.WeakKeyDictionary[Any, tuple[Any, set[str]]] = weakref.WeakKeyDictionary()
+
+
+def _shown_by(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the roles that the chat template is known to show, and "tool_calls"; the set grows."""
+    template, known = _SHOWN.get(tokenizer, (None, set()))
+    if template != tokenizer.chat_template or not known:
+        known = {"user", "assistant"}
+        _SHOWN[tokenizer] = tokenizer.chat_template, known
+    return known
+
+
+def _changed(prompts: Sequence[Any], known: set[str]) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
+    """Yield prompts that must differ from the given ones once they are encoded, and the problem if not.
+
+    Each is an offset, the problem and messages, of which tool calls or the text of a role have changed:
+    Qwen's template renders nothing of roles that it does not know. The first of a kind stands for all:
+    what a prompt has shown is ``known``, and grows as the caller asks for the next one.
+    """
+    for offset, prompt in enumerate(prompts):
+        for number, message in enumerate(prompt if isinstance(prompt, list) else []):
+            if message.get("tool_calls") and "tool_calls" not in known:
+                bare = [{**each, "tool_calls": None, "content": each.get("content") or ""} for each in prompt]
+                yield (
+                    offset,
+                    "the chat template leaves out the tool calls of its messages: write them into their "
+                    "content, or use a template that shows them (data.chat_template)",
+                    bare,
+                )
+                known.add("tool_calls")
+            if (role := message["role"]) not in known:
+                content = [*as_parts(message.get("content") or ""), {"type": "text", "text": f" {_MARK}"}]
+                longer = {**message, "content": text_of(content) if is_of_texts(content) else content}
+                yield (
+                    offset,
+                    f"the chat template leaves out messages of the role {role!r}: name the role as the "
+                    "template does (user, assistant, system, tool), or use one that shows them "
+                    "(data.chat_template)",
+                    [*prompt[:number], longer, *prompt[number + 1 :]],
+                )
+                known.add(role)
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Return True if the chat template may write today's date, as those of Llama 3.2 and gpt-oss."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
 _SPACES = ("\u2581", "\u0120")
 """Characters that stand for a space in tokens."""
 
@@ -311,6 +353,33 @@ def texts_before_answers(
         return ()
     space = whole.removeprefix(prompt).partition(_MARK)[0]
     return (prompt.rpartition(_MARK)[2] + (space if space.isspace() else ""),)
+
+
+def control_tokens_around_answers(
+    tokenizer: PreTrainedTokenizerBase, how: PromptFormat, end: str
+) -> tuple[list[int], list[int]]:
+    """Return ids that the chat template writes before an answer and after it, up to the token ``end``.
+
+    Only those with control tokens: ``<|channel|>final<|message|>`` of gpt-oss, and Command's
+    ``<|START_RESPONSE|>`` and ``<|END_RESPONSE|>``. A prompt ends before the first of them, so that a model
+    generates them, and its answers are read by them.
+    """
+    user, options = {"role": "user", "content": _MARK}, dict(how.apply_chat_template_kwargs)
+    chat = [user, {"role": "assistant", "content": _MARK}]
+    try:
+        prompt, whole = (
+            str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=opens, **options))
+            for given, opens in ((as_taken(chat[:1], tokenizer), True), (as_taken(chat, tokenizer), False))
+        )
+    except Exception:  # noqa: BLE001 - templates raise anything; the data's own is reported
+        return [], []
+    before, found, after = whole.removeprefix(prompt).partition(_MARK)
+    control = control_tokens(tokenizer)
+    parts = [before, after.partition(end)[0]] if found and end in after else []
+    if not whole.startswith(prompt) or not any(name in part for part in parts for name in control.names):
+        return [], []
+    before_ids, after_ids = control.encode(parts, add_special_tokens=False)
+    return before_ids, after_ids
 
 
 _THINK = "<think>"

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import pickle
+import re
 import zipfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -34,7 +36,7 @@ from strop.data.fetch import Advance, cache_folder, progress_bar
 from strop.data.pictures.expand import PromptPictures
 from strop.data.pictures.parts import MARK
 from strop.data.prompt_table import OWN_TOOLS, PromptTable, with_exact
-from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
+from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts, writes_date
 from strop.data.records import exact_name
 from strop.files import atomic_path
 from strop.manifest import digest_of_arrays
@@ -65,6 +67,14 @@ class TokenizedPrompts:
     ids: np.ndarray
     offsets: np.ndarray
 
+    @classmethod
+    def of(cls, prompts: Iterable[Sequence[int] | np.ndarray]) -> TokenizedPrompts:
+        """Return the ids of each of ``prompts``."""
+        arrays = [np.asarray(ids, dtype=np.int32) for ids in prompts]
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)  # all tokens may exceed 2^31, an id does not
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        return cls(np.concatenate(arrays), offsets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -81,6 +91,23 @@ class TokenizedPrompts:
         ids = self.ids.copy()
         ids[self.offsets[1:] - 1] = token_id
         return TokenizedPrompts(ids, self.offsets)
+
+    def framed(
+        self, before: Sequence[int], after: Sequence[int], rows: np.ndarray, cut: np.ndarray
+    ) -> TokenizedPrompts:
+        """Return the ids of ``rows``, bool [N], between ``before`` and ``after``; the last one stays last.
+
+        Those that are ``cut``, bool [N], get no ``after``.
+        """
+        each = zip(map(self.__getitem__, range(len(self))), rows, cut, strict=True)
+        return TokenizedPrompts.of(
+            np.concatenate([before, ids[:-1], [] if is_cut else after, ids[-1:]]) if is_framed else ids
+            for ids, is_framed, is_cut in each
+        )
+
+    def first(self) -> np.ndarray:
+        """Return the first id of each, int32 [N]."""
+        return self.ids[self.offsets[:-1]]
 
     def before_last(self) -> np.ndarray:
         """Return the last id but one of each, int64 [N]; -1 where there is only one."""
@@ -132,10 +159,7 @@ def tokenize_table(
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
         own = partial(encode, how=how)
         chunks = _encode_all(table, tokenizer, prompt_key, own, workers, advance, has_tools, pictures)
-    arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)  # all tokens may exceed 2^31, an id does not
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    result = TokenizedPrompts(np.concatenate(arrays), offsets)
+    result = TokenizedPrompts.of(itertools.chain.from_iterable(chunks))
     if cache is not None:
         _save(cache, result, pictures)
     return result
@@ -178,7 +202,13 @@ def _require_rendered_tools(
 
 def _warn_of_control_tokens(table: PromptTable, column: str, names: Sequence[str]) -> None:
     """Log how many texts hold control tokens; prompts that were rendered beforehand rely on them."""
-    texts = [text for chunk in table.table.column(column).chunks for text in _texts(chunk)]
+    # one pass for all names, of which Llama 3 has 256 and Mistral 1,000: hardly any text holds one
+    anyone = pc.MatchSubstringOptions("|".join(map(re.escape, names)))
+    texts = [
+        text.filter(pc.call_function("match_substring_regex", [text], anyone))
+        for chunk in table.table.column(column).chunks
+        for text in (_texts(chunk) if names else ())
+    ]
     found = {name: sum(_count(text, name) for text in texts) for name in names}
     if any(found.values()):
         most = max(found, key=lambda name: found[name])
@@ -282,7 +312,7 @@ def _encode_chunk(values: list[Any], encode: Encode) -> Chunk:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything that determines the token ids of a prompt."""
+    """Return a hash of everything that determines the token ids of a prompt, but the date."""
     import tokenizers
     import transformers
 
@@ -301,8 +331,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": template,
         "versions": [transformers.__version__, tokenizers.__version__],
-        # Some templates write the date into the prompt.
-        "date": date.today().isoformat() if template and "strftime_now" in str(template) else None,
+        "date": None,  # models given as objects are saved under names with this hash
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -323,8 +352,9 @@ def _cache_path(
         "format": dataclasses.asdict(how),
         "values": list(map(_digest, columns)),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        # 2: with the counts of each size
-        **({} if pictures is None else {"pictures": [pictures.digest(), 2]}),
+        **({"date": date.today().isoformat()} if writes_date(tokenizer) else {}),
+        # 2: with the counts of each size; 3: of the tokens of features, which are others than marks for Gemma
+        **({} if pictures is None else {"pictures": [pictures.digest(), 3]}),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(cache_dir) / "tokens" / f"{name}.npz"
