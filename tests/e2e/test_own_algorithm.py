@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,6 +130,11 @@ def refuse(inputs, run, *extra, mapping=None, pools=None, **arguments):
     )
 
 
+class WithArrays(Backwards):
+    def state_dict(self):
+        return {"order": np.arange(24)}
+
+
 def test_what_an_own_role_or_sampler_lacks_is_an_error(inputs, tmp_path):
     with pytest.raises(ConfigError, match=naming("resource_pool_manager.mapping", "teacher")):
         refuse(inputs, tmp_path, mapping={"teacher": object}, pools={"teacher": None})
@@ -137,6 +143,8 @@ def test_what_an_own_role_or_sampler_lacks_is_an_error(inputs, tmp_path):
     with pytest.raises(ConfigError, match=naming("train_sampler=list", "state_dict", "trainer.save_freq=2")):
         refuse(inputs, tmp_path, "trainer.save_freq=2", train_sampler=list(range(24)))
     refuse(inputs, tmp_path, train_sampler=list(range(24)))
+    with pytest.raises(ConfigError, match=naming("train_sampler=WithArrays", "state_dict", "numpy")):
+        refuse(inputs, tmp_path, train_sampler=WithArrays())
     filtered = "algorithm.filter_groups.enable=True"
     with pytest.raises(ConfigError, match=naming("train_sampler=Backwards", "filter_groups")):
         refuse(inputs, tmp_path, filtered, train_sampler=Backwards())

@@ -225,6 +225,21 @@ def test_an_error_of_a_validation_costs_no_update_and_no_line(inputs, tmp_path, 
     assert len({path.read_bytes() for path in exported}) == 1  # a reward model's has its calibration
 
 
+def test_a_run_whose_last_validation_failed_ends_with_its_cause_corrected(inputs, tmp_path, monkeypatch):
+    reward, run = tmp_path / "reward.py", tmp_path / "run"
+    reward.write_text("def compute_score(solution_str):\n    return len(solution_str) % 2\n")
+    settings = "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=false"
+    options = overrides(inputs, run, *settings, f"custom_reward_function.path={reward}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Validator, "report", mock.Mock(side_effect=TrainingError("no validation")))
+        with pytest.raises(TrainingError, match="no validation"):
+            train(options)
+    reward.write_text("def compute_score(solution_str):\n    return len(solution_str) % 3\n")
+    train([*options, f"trainer.resume_mode={run / 'global_step_2'}"])
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+    assert (run / "final_model" / "config.json").is_file()
+
+
 def test_an_error_remains_the_cause_where_the_reward_of_samples_in_flight_fails(inputs, tmp_path):
     def reward(batch: DataProto) -> torch.Tensor:
         if batch.non_tensor_batch["uid"][0] != "1-0":

@@ -217,7 +217,7 @@ def test_the_newest_model_of_a_run_is_that_of_the_latest_iteration_whatever_the_
         assert uploaded == (exported, 10)
     final(10)
     assert newest_model(tmp_path) == found
-    checkpoints.go_on_from(6)
+    checkpoints.go_on_from(6, "auto")
     assert newest_model(tmp_path) == found
     (found / "trainer_state.json").unlink()
     assert run.model_path == tmp_path / "global_step_6" / "actor" / "huggingface"

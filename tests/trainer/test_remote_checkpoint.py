@@ -447,19 +447,87 @@ def test_an_upload_that_hangs_is_cancelled_after_an_interrupt(memory_fs, tmp_pat
     go_on.set()
 
 
-def test_a_resume_from_an_earlier_checkpoint_replaces_what_came_after_it(url, tmp_path):
+def test_after_a_resume_from_an_earlier_checkpoint_a_later_copy_stays_and_is_not_the_latest(url, tmp_path):
     run_of(10, 20, 30, folder=tmp_path, url=url, keep=2)
     with Checkpoints(tmp_path, remote=url, max_to_keep=2) as checkpoints:
         found = checkpoints.find(str(tmp_path / "global_step_20"))
         checkpoints.load(found, {"actor": Group(0)})
+        checkpoints.go_on_from(20, str(found))
+        assert latest(url) == "20\n"
         checkpoints.save(22, {"actor": Group(22)}, STATE)
-    assert names(url) == ["global_step_20", "global_step_22", "latest_checkpointed_iteration.txt"]
+    copies = ["global_step_20", "global_step_22", "global_step_30"]
+    assert names(url) == [*copies, "latest_checkpointed_iteration.txt"]
     assert latest(url) == "22\n"
+    assert Checkpoints(tmp_path, remote=url).find("auto") == tmp_path / "global_step_22"
+
+
+def test_auto_goes_on_from_a_later_copy_that_another_machine_has_made(url, tmp_path):
+    """A machine whose folder has stayed behind must not train that part again, nor remove what is later."""
+    run_of(1, folder=tmp_path / "first", url=url, keep=2)
+    other = Checkpoints(tmp_path / "other", remote=url)
+    assert other.find("auto") == tmp_path / "other" / "global_step_1"
+    run_of(2, 3, 4, folder=tmp_path / "other", url=url, keep=2)
+    checkpoints = Checkpoints(tmp_path / "first", remote=url)
+    found = checkpoints.find("auto")
+    assert found == tmp_path / "first" / "global_step_4"
+    group = Group(0)
+    assert checkpoints.load(found, {"actor": group})["global_step"] == group.number == 4
+    assert Checkpoints(tmp_path / "first").find("auto") == found
+
+
+def test_a_later_copy_of_another_run_replaces_nothing(url, tmp_path):
+    run_of(1, folder=tmp_path / "own", url=str(tmp_path / "nowhere"))
+    run_of(3, folder=tmp_path / "other", url=url)
+
+    def require_same(checkpoint):
+        assert checkpoint.parent == tmp_path / "own"
+        raise ConfigError("of another model")
+
+    checkpoints = Checkpoints(tmp_path / "own", remote=url)
+    with pytest.raises(
+        ConfigError, match=naming("trainer.default_hdfs_dir", "global_step_3", "of another model")
+    ):
+        checkpoints.find("auto", require_same)
+    assert Checkpoints(tmp_path / "own").find("auto") == tmp_path / "own" / "global_step_1"
+
+
+def test_an_earlier_checkpoint_that_the_user_has_named_as_the_latest_is_taken(url, tmp_path):
+    run_of(1, 2, folder=tmp_path, url=url)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1\n")
+    assert Checkpoints(tmp_path, remote=url).find("auto") == tmp_path / "global_step_1"
+
+
+def test_auto_goes_on_from_its_own_checkpoint_where_the_remote_folder_does_not_answer(
+    memory_fs, tmp_path, monkeypatch, caplog
+):
+    run_of(1, folder=tmp_path, url=REMOTE)
+
+    def dead(self, *args, **kwargs):
+        raise ConnectionResetError("the line went dead")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", dead)
+    monkeypatch.setattr("strop.checkpoint.remote._RETRY_AFTER_S", (0.0,))
+    assert Checkpoints(tmp_path, remote=REMOTE).find("auto") == tmp_path / "global_step_1"
+    assert mentions(caplog.text, REMOTE, "the line went dead", "global_step_1")
+
+
+def test_a_remote_checkpoint_that_is_resumed_from_by_its_name_stays_there(url, tmp_path):
+    run_of(1, 2, folder=tmp_path / "first", url=url)
+    Checkpoints(tmp_path / "second", remote=url).archive_remote(1, f"{url}/global_step_1")
+    assert names(url) == ["global_step_1", "global_step_2", "latest_checkpointed_iteration.txt"]
+    assert RemoteCheckpoints(url).latest() == 1
+
+
+def test_going_back_before_all_copies_moves_them_aside(url, tmp_path):
+    run_of(10, 20, folder=tmp_path, url=url, keep=1)
+    RemoteCheckpoints(url).go_back(15)
+    assert names(url) == ["previous_1"]
+    assert RemoteCheckpoints(f"{url}/previous_1").latest() == 20
 
 
 def test_a_new_run_moves_another_ones_remote_checkpoints_aside(url, tmp_path):
     run_of(1, 20, folder=tmp_path / "first", url=url)
-    Checkpoints(tmp_path / "second", remote=url).archive_remote()
+    Checkpoints(tmp_path / "second", remote=url).archive_remote(0, "disable")
     run_of(5, folder=tmp_path / "second", url=url, keep=1)
     assert names(url) == ["global_step_5", "latest_checkpointed_iteration.txt", "previous_1"]
     assert RemoteCheckpoints(f"{url}/previous_1").latest() == 20

@@ -34,7 +34,7 @@ from strop.checkpoint.folder import (
 )
 from strop.config.paths import expand, is_url
 from strop.data.fetch import copy_files, files_below, open_filesystem
-from strop.errors import CheckpointError, StropError, in_one_line, raised_as, write_failure
+from strop.errors import CheckpointError, ConfigError, StropError, in_one_line, raised_as, write_failure
 from strop.files import atomic_folder
 from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
@@ -106,18 +106,34 @@ class RemoteCheckpoints:
         self._fs.pipe_file(f"{remote}/{MANIFEST}", manifest)
         if is_latest:
             (step,) = steps_in([checkpoint.name])
-            self._fs.pipe_file(f"{self._root}/{LATEST}", f"{step}\n".encode())
+            self._name_latest(step)
+
+    def _name_latest(self, step: int) -> None:
+        self._fs.pipe_file(f"{self._root}/{LATEST}", f"{step}\n".encode())
+
+    def go_back(self, step: int) -> None:
+        """Name the newest whole checkpoint up to iteration ``step`` as the one to resume from.
+
+        If there is none, the later ones are moved aside, as by ``archive``.
+        """
+        if (self.latest() or 0) <= step:
+            return
+        earlier = (found for found in sorted(self._steps(), reverse=True) if found <= step)
+        if (newest := next(filter(self.is_whole, earlier), None)) is None:
+            self.archive(after=step)
+        else:
+            self._name_latest(newest)
 
     def prune(self, max_to_keep: int, *, newest: int, by_time: bool = False) -> None:
-        """Keep the last ``max_to_keep`` whole checkpoints up to iteration ``newest`` and remove all others.
+        """Keep the last ``max_to_keep`` whole checkpoints up to iteration ``newest``; remove earlier ones.
 
-        Later ones belong to a run that was resumed from an earlier checkpoint. With ``by_time`` whole ones
-        that were not saved by time stay.
+        Whole later ones stay, of a continuation that was left, or that another machine has trained. With
+        ``by_time`` whole ones that were not saved by time stay.
         """
         steps = sorted(self._steps(), reverse=True)
         whole = [step for step in steps if self.is_whole(step)]
-        stay = [step for step in whole if by_time and not self._is_by_time(step)]
-        kept = [step for step in whole if step <= newest and step not in stay][:max_to_keep]
+        stay = [step for step in whole if step > newest or (by_time and not self._is_by_time(step))]
+        kept = [step for step in whole if step not in stay][:max_to_keep]
         for step in steps:
             if step not in kept and step not in stay:
                 self._remove(name_of(step))
@@ -125,10 +141,13 @@ class RemoteCheckpoints:
     def _is_by_time(self, step: int) -> bool:
         return self._fs.exists(f"{self._root}/{name_of(step)}/{BY_TIME}")
 
-    def archive(self) -> str | None:
-        """Move existing checkpoints to ``previous_1``, ``previous_2``, ...; return the URL, None if none."""
+    def archive(self, *, after: int = -1) -> str | None:
+        """Move the checkpoints ``after`` an iteration to ``previous_1``, ``previous_2``, ...
+
+        Returns the URL, None if there are none.
+        """
         names = [LATEST] if self._fs.exists(f"{self._root}/{LATEST}") else []
-        names += [name_of(step) for step in self._steps()]
+        names += [name_of(step) for step in self._steps() if step > after]
         if not names:
             return None
         number = 1
@@ -229,12 +248,21 @@ def _sizes(fs: Any, folder: str) -> dict[str, int | None]:
     return {name: info["size"] for name, info in files_below(fs, folder).items()}
 
 
-def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | None) -> Path | None:
+def find_checkpoint(
+    folder: Path,
+    resume_mode: str,
+    remote: RemoteCheckpoints | None,
+    require_same: Callable[[Path], None] | None = None,
+) -> Path | None:
     """Return the checkpoint that ``trainer.resume_mode`` selects, or None for a fresh start.
 
-    ``disable`` selects none. ``auto`` selects the latest of the run folder; if there is none, the latest of
-    ``remote``, which is downloaded and becomes the latest of the run folder. Otherwise a path, or the URL of
-    a ``global_step_N`` folder, which is downloaded into ``<folder>/downloaded``.
+    ``disable`` selects none. ``auto`` selects the latest of the run folder, or that of ``remote`` if it is
+    later, as of a run that went on elsewhere: it is downloaded and becomes the latest of the run folder.
+    Otherwise a path, or the URL of a ``global_step_N`` folder, which is downloaded into
+    ``<folder>/downloaded``.
+
+    ``require_same`` raises ``ConfigError`` for a downloaded checkpoint of another run, before it replaces
+    anything.
     """
     if resume_mode == "disable":
         return None
@@ -247,21 +275,46 @@ def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | 
                 f"{folder / LATEST} names {found.name}, which is not there. Remove that file to "
                 + (f"go on from the newest that is: {newest}" if newest else "start from the beginning")
             )
-        return _fetch_latest(folder, remote) if found is None and remote is not None else found
+        return found if remote is None else _fetch_later(folder, remote, found, require_same)
     if is_url(resume_mode):
         return _fetch_named(folder, resume_mode.rstrip("/"))
     return Path(expand(resume_mode))
 
 
-def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
+def _fetch_later(
+    folder: Path,
+    remote: RemoteCheckpoints,
+    found: Path | None,
+    require_same: Callable[[Path], None] | None,
+) -> Path | None:
+    """Return a copy of the latest remote checkpoint, or ``found`` in the run folder if that is as late.
+
+    One that is in the run folder, too, was left behind: the user has named an earlier one as the latest.
+    """
     what = f"{remote.url} cannot be searched for a checkpoint to resume from"
-    with raised_as(CheckpointError, what, remedy="set trainer.resume_mode=disable to start from scratch"):
-        step = _retried(f"the search of {remote.url}", remote.latest)
-    if step is None:
-        return None
+    try:
+        with raised_as(CheckpointError, what, remedy="set trainer.resume_mode=disable to start from scratch"):
+            step = _retried(f"the search of {remote.url}", remote.latest)
+    except CheckpointError as error:
+        if found is None:
+            raise
+        logger.warning("%s; the run goes on from %s", error, found)
+        return found
+    if step is None or (found is not None and step <= max(saved_steps(folder))):
+        return found
+    if found is not None:
+        logger.info("%s has %s, later than %s: the run goes on from it", remote.url, name_of(step), found)
     building = building_folder(folder, step)
     shutil.rmtree(building, ignore_errors=True)
     seal(building, download(remote.url_of(step), building))
+    if found is not None and require_same is not None:
+        try:
+            require_same(building)
+        except ConfigError as error:
+            raise ConfigError(
+                f"trainer.default_hdfs_dir={remote.url} has {name_of(step)}, which is later than {found} and "
+                f"of another run: set it to a folder of this run alone ({error})"
+            ) from error
     return publish(folder, step)
 
 

@@ -361,10 +361,10 @@ class Checkpoints:
             self._uploader.submit(step, self.folder_of(step))
         self._prune(newest=step)
 
-    def find(self, resume_mode: str) -> Path | None:
+    def find(self, resume_mode: str, require_same: Callable[[Path], None] | None = None) -> Path | None:
         """Return the checkpoint to resume from, on the disk that all nodes share; see ``find_checkpoint``."""
         remote = None if self._uploader is None else self._uploader.remote
-        return find_checkpoint(self.folder, resume_mode, remote)
+        return find_checkpoint(self.folder, resume_mode, remote, require_same)
 
     def load(self, checkpoint: Path, groups: Mapping[str, Any]) -> dict[str, Any]:
         """Restore worker groups and global random generators; return the trainer's state."""
@@ -393,25 +393,40 @@ class Checkpoints:
                     self._uploader.submit(saved, path, only_if_missing=True, is_latest=saved == step)
         return state
 
-    def go_on_from(self, step: int) -> None:
+    def go_on_from(self, step: int, resume_mode: str) -> None:
         """Make ``step`` the latest checkpoint, so that a kill before the next save resumes from it too.
 
         Later checkpoints belong to the abandoned continuation: the run's metrics now end at ``step``.
         """
+        if self._uploader is not None and resume_mode != "auto":
+            with self._moving_aside(self._uploader.remote):
+                self._uploader.remote.go_back(step)
         if latest_step(self.folder) != step or not (self.folder / LATEST).exists():
             make_latest(self.folder, step)
 
-    def archive_remote(self) -> None:
-        """Move another run's checkpoints in the remote folder aside, so that the two do not mix."""
-        if self._uploader is None:
-            return
-        remote = self._uploader.remote
+    @contextlib.contextmanager
+    def _moving_aside(self, remote: RemoteCheckpoints) -> Generator[None]:
         with raised_as(
             CheckpointError,
             f"the earlier checkpoints in {remote.url} cannot be moved aside",
             remedy="set trainer.default_hdfs_dir to a folder that only this run uses",
         ):
-            archive = remote.archive()
+            yield
+
+    def archive_remote(self, step: int, resume_mode: str) -> None:
+        """Move another run's checkpoints in the remote folder aside, so that the two do not mix.
+
+        Not if the run goes on from iteration ``step`` of them, by its URL: the same command looks for it
+        there again.
+        """
+        if self._uploader is None:
+            return
+        remote, archive = self._uploader.remote, None
+        with self._moving_aside(remote):
+            if resume_mode.rstrip("/").rpartition("/")[0] == remote.url:
+                remote.go_back(step)
+            else:
+                archive = remote.archive()
         if archive is not None:
             logger.info("earlier checkpoints in %s are now in %s", remote.url, archive)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 from strop.config.schema import Config
 from strop.data.hub import local_tokenizer
@@ -86,6 +89,8 @@ def _require_usable(sampler: Any, config: Config) -> None:
                 "methods, or set trainer.save_freq=-1"
             )
         logger.info("%s: the run saves no checkpoint by time, nor when it is stopped", text)
+    else:
+        _require_readable(sampler)
     ahead = {
         "trainer.async_steps": config.trainer.async_steps,
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
@@ -95,6 +100,20 @@ def _require_usable(sampler: Any, config: Config) -> None:
             f"train_sampler={kind} with {' and '.join(given)}: batches are generated ahead there, and only "
             "the order of strop's own sampler is known ahead; leave one of them out"
         )
+
+
+def _require_readable(sampler: Any) -> None:
+    """Raise ``ConfigError`` for a state that a checkpoint cannot give back: it is read as plain values."""
+    state, file = sampler.state_dict(), io.BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"train_sampler={type(sampler).__name__}: its state_dict() must return tensors and plain values, "
+            f"as int, str, list and dict, and no arrays of numpy, or no resume can read it ({error})"
+        ) from error
 
 
 def as_batch(collate_fn: Callable[[list[Any]], Any], rows: list[Any]) -> DataProto:

@@ -444,7 +444,7 @@ def worker_group_class(config: RootConfig) -> type:
 
 def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
     """Raise an error if the checkpoint to resume from is damaged or of another run; log what is resumed."""
-    checkpoint = checkpoints.find(config.trainer.resume_mode)
+    checkpoint = checkpoints.find(config.trainer.resume_mode, lambda found: require_same_run(found, config))
     if checkpoint is not None:
         require_same_run(checkpoint, config)
 

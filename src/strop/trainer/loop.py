@@ -40,6 +40,7 @@ from strop.errors import (
 )
 from strop.files import crash_point
 from strop.protocol import DataProto
+from strop.redaction import redacted
 from strop.tracking.curves import draw_curves
 from strop.tracking.lengths import LENGTHS_NAME, ColumnLengths, draw_lengths
 from strop.tracking.machine import record_start
@@ -86,6 +87,7 @@ class Run(ABC):
         self.publication: Publication | None = trainer.publication
         self._lengths: list[ColumnLengths] = []
         self._unlogged: dict[str, float] = {}  # of a checkpoint; see mark
+        self._exports_again = False  # the dtype of the final model differs from the checkpoint's
 
     def fit(self, on_step: OnStep | None = None) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
@@ -118,9 +120,9 @@ class Run(ABC):
         if not goes_on:  # keep the files of different runs apart; a run that is refused changes none
             self.folder.archive_previous_run()
             if not settings.val_only:
-                self.checkpoints.archive_remote()
+                self.checkpoints.archive_remote(trainer.global_step, settings.resume_mode)
         if goes_on and not settings.val_only:
-            self.checkpoints.go_on_from(trainer.global_step)
+            self.checkpoints.go_on_from(trainer.global_step, settings.resume_mode)
             self.write(lambda _: self.folder.archive_later(trainer.global_step), self.folder.path)
             if (to := self.publication) is not None and (to.step or 0) > trainer.global_step:
                 self.publication = replace(to, step=None, commit=None)  # of the continuation that is left
@@ -168,7 +170,10 @@ class Run(ABC):
         )
         if trainer.global_step > trainer.total_steps or not goes_on:
             raise ConfigError(f"{state}: nothing is left to train. {remedy}")
-        if changed := without_effect(record, self.record, trainer.config):
+        before = record.get("config", {}).get("trainer", {}).get("export_dtype")
+        self._exports_again = before != self.settings.export_dtype
+        # a validation that failed is repeated, with what corrects its cause
+        if not self._measures_again and (changed := without_effect(record, self.record, trainer.config)):
             listed = "; ".join(map(str, changed))
             raise ConfigError(
                 f"{state}: nothing is left to train with the values that have changed since ({listed}). To "
@@ -187,9 +192,7 @@ class Run(ABC):
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
         if settings.val_only:
             return
-        measures_again = bool(self._unlogged) and self.folder.last_logged_step() < trainer.global_step
-        if measures_again:
-            # an error, as of the validation, ended the run between the update and its line
+        if measures_again := self._measures_again:
             metrics = {**self._unlogged, **self.measured(), **trainer.timer.take()}
             self.tracking.log(trainer.global_step, {**metrics, "time/from_scratch": self.seconds()})
         self.mark()
@@ -212,7 +215,9 @@ class Run(ABC):
             if self.on_step is not None and _is_false(self.on_step(trainer.global_step, metrics)):
                 if self._whole is not None:
                     self._save_to_stop(self._whole["global_step"])
-                logger.info("stopped at step %d by on_step; the same call goes on", trainer.global_step)
+                goes_on = settings.resume_mode == "auto" and self._whole is not None
+                then = "the same call goes on" if goes_on else "the same call starts again"
+                logger.info("stopped at step %d by on_step; %s", trainer.global_step, then)
                 break
             if trainer.global_step == trainer.total_steps:
                 break
@@ -221,8 +226,14 @@ class Run(ABC):
         role, step = self.trained[0], trainer.global_step
         saved = self.checkpoints.folder_of(step) / role / "huggingface"
         # a model that is measured again may have got its calibration only now
-        there = {"saved": saved} if has_weights(saved) and not measures_again else {}
+        is_model = has_weights(saved) and not measures_again and not (is_done and self._exports_again)
+        there = {"saved": saved} if is_model else {}
         trainer.groups[role].export(self.folder.final_model, step, **there)
+
+    @property
+    def _measures_again(self) -> bool:
+        """True if an error, as of a validation, ended the run between its last update and the line of it."""
+        return bool(self._unlogged) and self.folder.last_logged_step() < self.trainer.global_step
 
     @property
     def late_part(self) -> Callable[[Path], Any] | None:
@@ -414,7 +425,8 @@ class Run(ABC):
             values.pop("reward_model.reward_manager", None)  # an evaluation scores as ever
         if path := values.get("environment.path"):
             values["environment.path"] = path.get("", path)
-        overrides = (shlex.quote(f"{key}={_as_override(value)}") for key, value in values.items())
+        shown = redacted(values)  # trackers record what a run prints
+        overrides = (shlex.quote(f"{key}={_as_override(value)}") for key, value in shown.items())
         found = options + "".join(f" {override}" for override in overrides)
         return re.sub(r"function:(\w+)-\w+", r"FILE.py:\1", found)
 
