@@ -450,9 +450,15 @@ _CLOSED = re.compile(r"\s*\w*\s*(?P<tags><(\w+)>\s*</\2>\s*)")
 
 def tail_of(prompt_ids: Sequence[int], tokenizer: Any) -> str:
     """Return a prompt's text after its last special token, which may look like a tag: ``<assistant>``."""
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = _special_ids(tokenizer)
     last = max((place for place, number in enumerate(prompt_ids) if number in special), default=-1)
     return tokenizer.decode(prompt_ids[last + 1 :])
+
+
+@functools.lru_cache(maxsize=4)
+def _special_ids(tokenizer: Any) -> Collection[int]:
+    """Return the ids of added special tokens; Gemma 3 has 6,400, which takes 10 ms."""
+    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def named_values(

@@ -46,7 +46,15 @@ _WORD = re.compile(r"[^\s/()\[\]:;=\"']+")
 _PLAIN = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"{_PLAIN}%?")
 _RANGE = re.compile(rf"(?<![\w.,])({_PLAIN})\s{{0,3}}(?:to|and|-|–)\s{{0,3}}({_PLAIN})(?![\w.,]*\d)")
-_OF = re.compile(r"\s*(?:/|(?:out\s+)?of)(?:\s+an?)?(?:\s+(?:possible|maximum|total))?(?:\s+of)?\s*")
+_OF = re.compile(
+    r"\s*(?:points?|marks?|stars?)?\s*[(,]?\s*(?:/|(?:out\s+)?of|on\s+a\s+scale\s+(?:of|to)|max(?:imum)?(?:\s+is)?:?)"
+    r"(?:\s+(?:an?|the))?(?:\s+(?:full|possible|maximum|total))?(?:\s+of)?\s*"
+)
+_UNCLEAR = re.compile(
+    r"[^\n]*(?:\(|\b(?:max\w*|scale|(?<!score )(?<!rating )(?<!grade )(?<!mark )(?<!total )of)\b)"
+    r"(?:\s+(?:an?|the|full|best|whole))*[\s:=]*"
+)
+"""Between two numbers, of which the second is the end of the scale: it may name the scale."""
 _PAUSES_S = (0.5, 2.0)
 """Before a lost request is made again; the sample's deadline is ``reward_model.timeout_s``."""
 _BUSY_S = 8.0
@@ -186,8 +194,12 @@ def number_in(answer: str, low: float, high: float) -> float:
     said = _RANGE.sub(lambda ends: "" if [*map(_value, ends.groups())] == [low, high] else ends[0], said)
     words = [word for word in _WORD.finditer(said) if re.search(r"\d", word[0])]
     numbers = [_value(word[0].rstrip(",.!?")) for word in words[-2:]]
-    if len(numbers) == 2 and numbers[1] == high and _OF.fullmatch(said, words[-2].end(), words[-1].start()):
-        numbers.pop()
+    if len(numbers) == 2 and numbers[1] == high:
+        between = said[words[-2].end() : words[-1].start()]
+        if _OF.fullmatch(between):
+            numbers.pop()
+        elif _UNCLEAR.fullmatch(between):
+            raise RewardError(f"the judge's answer may end with its scale: {said[-200:]!r}")
     if not numbers or numbers[-1] is None:
         raise RewardError(f"the judge's answer ends with no plain number: {said[-200:]!r}")
     if not low <= numbers[-1] <= high:

@@ -68,7 +68,7 @@ class BuiltInScorer:
             raise ConfigError(f"{self._where}: {error}") from None
 
 
-_BUILT_IN = {
+BUILT_IN = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -77,15 +77,20 @@ _BUILT_IN = {
     "google-research-datasets/mbpp": "code",
     "strop/arithmetic": "exact",
 }
+"""Data source -> name of its scorer."""
 
 
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> Any:
-    """Score one response by the scorer of its data source. Raises ``RewardError`` if there is none."""
-    return Router()(
+    """Score one response by the scorer of its data source, as reward managers of verl call it.
+
+    They take numbers: one that cannot be judged scores 0. Raises ``RewardError`` if there is no scorer.
+    """
+    found = Router()(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )
+    return 0.0 if found == {"score": None} else found
 
 
 class UnknownSourceError(RewardError, NotImplementedError):
@@ -114,7 +119,7 @@ class Router:
 
     argument_names = frozenset({*KEYWORDS, "response_prefix"})
     """See ``strop.rewards.arguments.Function``."""
-    sources = sorted(_BUILT_IN)
+    sources = sorted(BUILT_IN)
     """The data sources that have a scorer."""
 
     def __init__(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -127,7 +132,7 @@ class Router:
                 )
         self._built_in = {
             source: BuiltInScorer(name, options.get(source, {}), where=f"scorer_kwargs for {source!r}")
-            for source, name in _BUILT_IN.items()
+            for source, name in BUILT_IN.items()
         }
 
     def __call__(self, *, data_source: str, **values: Any) -> Any:
@@ -143,4 +148,4 @@ class Router:
     @staticmethod
     def is_built_in(data_source: str) -> bool:
         """Return True if there is a scorer for the source."""
-        return data_source in _BUILT_IN
+        return data_source in BUILT_IN

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from strop.rewards.router import BUILT_IN
 from strop.rewards.score.choice import extract_label
 from strop.rewards.score.gsm8k import extract_number
 from strop.rewards.score.math import last_boxed
@@ -21,7 +22,7 @@ def answer_extractor(data_source: str, options: Mapping[str, Any] | None = None)
     ``options`` are the scorer's (``scorer_kwargs``). Two answers are equal if their normalized text is, also
     with ``math-verify``.
     """
-    extract, names = _EXTRACTORS.get(data_source, (None, ()))
+    extract, names = _EXTRACTORS.get(BUILT_IN.get(data_source, ""), (None, ()))
     if extract is None:
         return None
     chosen = {name: value for name, value in (options or {}).items() if name in names}
@@ -38,10 +39,9 @@ def _whole(text: str) -> str | None:
 
 
 _EXTRACTORS: dict[str, tuple[Callable[..., str | None], tuple[str, ...]]] = {
-    "openai/gsm8k": (extract_number, ("method",)),
-    "lighteval/MATH": (_boxed, ()),
-    "DigitalLearningGmbH/MATH-lighteval": (_boxed, ()),
-    "Rowan/hellaswag": (extract_label, ("labels", "method")),
-    "strop/arithmetic": (_whole, ()),
+    "gsm8k": (extract_number, ("method",)),
+    "math": (_boxed, ()),
+    "choice": (extract_label, ("labels", "method")),
+    "exact": (_whole, ()),
 }
-"""Data source -> function, and the options of the scorer that it takes."""
+"""Scorer -> function, and the options of the scorer that it takes."""

@@ -6,6 +6,7 @@ import re
 from typing import Literal
 
 from strop.rewards.score.phrases import JOINING
+from strop.rewards.score.truth import text_of_truth
 
 Method = Literal["strict", "flexible"]
 
@@ -104,7 +105,7 @@ def _leading(label: str, text: str, labels: str) -> str | None:
 
 
 def _expected_label(ground_truth: str | int, labels: str) -> str:
-    text = str(ground_truth).strip()
+    text = text_of_truth(ground_truth).strip()
     if len(text) == 1 and text in labels:
         return text
     if text.isascii() and text.isdigit() and not set(labels) & set("0123456789") and int(text) < len(labels):

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
+from strop.rewards.sandbox import (
+    Limits,
+    Verdict,
+    require_bubblewrap,
+    require_sandbox,
+    run_assert_tests,
+    run_stdin_tests,
+)
 
 # Matches blocks of every language: the closing fence of a skipped block would look like an opening one. The
 # language is the first word of "python", "python title=a.py", "{.python .numberLines}". The indent is that of
@@ -31,6 +38,7 @@ def require_ready(*, deadline_s: float, timeout_s: float = TIMEOUT_S, **_options
 
     Raises:
         ConfigError: bubblewrap is not installed, or the deadline is before a program's time limit.
+        RewardError: a sandbox cannot be started, as in a container without user namespaces.
     """
     if timeout_s + _START_AND_END_S > deadline_s:
         raise ConfigError(
@@ -41,6 +49,7 @@ def require_ready(*, deadline_s: float, timeout_s: float = TIMEOUT_S, **_options
             "timeout_s=SECONDS) to a second less than it"
         )
     require_bubblewrap()
+    require_sandbox()
 
 
 def compute_score(

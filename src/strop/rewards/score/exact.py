@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from strop.rewards.score.truth import text_of_truth
+
 
 def compute_score(solution_str: str, ground_truth: str | int, *, score: float = 1.0) -> float:
     """Return ``score`` if the stripped response equals the stripped ground truth, else 0.
 
     Raises ``ValueError`` without a ground truth.
     """
-    if ground_truth is None or not str(ground_truth).strip():
+    expected = text_of_truth(ground_truth).strip()
+    if ground_truth is None or not expected:
         raise ValueError(f"the ground truth is {ground_truth!r}: expected the text of the answer")
-    return score if solution_str.strip() == str(ground_truth).strip() else 0.0
+    return score if solution_str.strip() == expected else 0.0
 
 
 THINK_ANSWER = (

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Literal
 
 from strop.rewards.score.phrases import JOINING, is_unit
+from strop.rewards.score.truth import text_of_truth, unpadded
 
 Method = Literal["strict", "flexible"]
 
@@ -45,6 +46,7 @@ def compute_score(
     found = extract_number(solution_str, method=method)
     if found is None:
         return 0.0
+    found, expected = unpadded(found, expected)
     return score if found == expected else format_score
 
 
@@ -70,7 +72,7 @@ def extract_number(text: str, *, method: Method = "strict") -> str | None:
 
 
 def _expected_number(ground_truth: str | int | float) -> str:
-    text = str(ground_truth).rpartition("####")[2].strip()
+    text = text_of_truth(ground_truth).rpartition("####")[2].strip()
     found = _NUMBER.fullmatch(text.removesuffix("."))
     if not found:
         raise ValueError(f"the ground truth {text[:80]!r} is not a number")

@@ -12,6 +12,7 @@ from typing import Literal
 
 from strop.errors import MissingExtraError
 from strop.rewards.score.normal_form import MAX_LENGTH, closing_brace, normalize_answer
+from strop.rewards.score.truth import text_of_truth, unpadded
 from strop.rewards.score.value import same_value
 
 Method = Literal["hendrycks", "math-verify"]
@@ -27,7 +28,11 @@ _UNITS = """
     day, week, month, year, ml milliliter, l liter litre, cent, dollar
 """
 _MEASURES = {word: number for number, words in enumerate(_UNITS.split(",")) for word in words.split()}
-_MEASURE = re.compile(rf".*[0-9][^a-zA-Z]*(?:\\[a-z]+\{{)?[ ~]*({'|'.join(_MEASURES)})s?(?![a-zA-Z]).*")
+# One number with a unit: in 3m-6s both letters are variables.
+_MEASURE = re.compile(
+    r"(?:(?![0-9][a-zA-Z]).)*"
+    rf"[0-9][^a-zA-Z]*(?:\\[a-z]+\{{)?[ ~]*({'|'.join(_MEASURES)})s?(?![a-zA-Z])(?!.*[0-9][a-zA-Z]).*"
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])[ ]*")
 
 
@@ -55,6 +60,8 @@ def compute_score(
     if _is_sentence(expected):
         return None
     found = last_boxed(solution_str)
+    if found is not None:
+        found, expected = unpadded(found, expected)
     if found is None or _another(_LETTER, found, expected) or _another(_MEASURE, found, expected):
         return 0.0
     return score if any(judge(found, expected) for judge in judges) else 0.0
@@ -122,7 +129,7 @@ def _require_math_verify() -> None:
 
 
 def _expected_answer(ground_truth: str | int | float) -> str:
-    text = str(ground_truth)
+    text = text_of_truth(ground_truth)
     answer = last_boxed(text) if _BOX.search(text) else text.strip()
     if ground_truth is None or not answer:
         raise ValueError(f"the ground truth {text[:80]!r} holds no answer")

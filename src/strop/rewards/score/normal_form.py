@@ -89,6 +89,12 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     (re.compile(r"\\div(?![a-zA-Z])"), "/"),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
+    (  # 4:30 PM, 4:30 p.m., 9\text{ a.m.}
+        re.compile(
+            r"(?<=[0-9])((?:[\s~]|\\[ ,;:!]|\\(?:text|mbox|mathrm)\s*\{)*)([aApP])\.?\s*[mM](?![a-zA-Z])\.?"
+        ),
+        lambda found: f"{found[1]}{found[2].lower()}m",
+    ),
     (re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?", re.ASCII), _repeating),
 )
 
