@@ -431,6 +431,12 @@ def test_a_bubblewrap_that_fails_is_an_error_with_its_message(no_bubblewrap: Pat
     both_runners(RewardError, message)
 
 
+def test_a_bubblewrap_that_is_too_old_is_an_error_with_the_remedy(no_bubblewrap: Path):
+    (no_bubblewrap / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
+    (no_bubblewrap / "bwrap").chmod(0o755)
+    both_runners(ConfigError, "bubblewrap 0.8 or later")
+
+
 def run_with(interpreter: str, **environment: str) -> list[str]:
     program = (
         "from strop.rewards.sandbox import *\n"

@@ -18,9 +18,10 @@ from strop.environments.gym import load_gym
 from strop.environments.mcp import load_mcp
 from strop.errors import ConfigError
 from strop.passed import for_process, is_function
+from strop.redaction import redacted_text
 from strop.rewards.arguments import Function, require_values
 from strop.rewards.custom import load_module
-from strop.rewards.sandbox import require_bubblewrap
+from strop.rewards.sandbox import require_bubblewrap, require_sandbox
 from strop.tools import Python
 
 _KEY = "environment.path"
@@ -86,8 +87,9 @@ def load_environments(section: EnvironmentConfig) -> Environments | None:
         return None
     environments = {name: _environment(given) for name, given in section.path.items()}
     named = {
-        name: f"{_KEY}={getattr(environments[name], '__name__', '') if is_function(given) else given}"
+        name: f"{_KEY}={getattr(environments[name], '__name__', '') if is_function(given) else shown}"
         for name, given in section.path.items()
+        for shown in [redacted_text(str(given))]  # a command or an address of an MCP server
     }
     for name, found in environments.items():
         if not isinstance(found, type) or not callable(getattr(found, "reset", None)):
@@ -164,7 +166,7 @@ def _tool(given: str) -> Any:
         )
     if isinstance(found, type) and issubclass(found, Python):
         require_bubblewrap()
-        found().python("")  # RewardError if user namespaces are forbidden
+        require_sandbox()
     return found
 
 

@@ -32,6 +32,7 @@ from strop.environments.pool import EnvironmentPool, Request, row_of
 from strop.errors import CheckpointError, ModelError
 from strop.pictures import Picture
 from strop.protocol import DataProto
+from strop.redaction import redacted_text
 from strop.rewards.arguments import PlayedTurn
 from strop.rollout.base import LOOK_S, GenerationStopped
 from strop.rollout.in_flight import Gather, InFlight, Place, Record, RecordedTurn, exchange
@@ -354,7 +355,8 @@ class Episodes:
                     f"{texts[0]:.200}, and before {texts[1]:.200}; it must answer from row, seed and turns "
                     "alone, or set environment.replay=recorded"
                     + (
-                        f"; if the server of {shared[0]} has a state, write mcp: for mcp-shared:"
+                        f"; if the server of {redacted_text(shared[0])} has a state, write mcp: for "
+                        "mcp-shared:"
                         if shared
                         else ""
                     )

