@@ -34,6 +34,7 @@ FACTS = {
     "reads_text": False,
     "unsupported": None,
     "vocabulary": vocabulary_digest(tiny_model.build_tokenizer()),
+    "ordinary_tokens": vocabulary_digest(tiny_model.build_tokenizer(), added=False),
     "max_num_seqs": 8,
     "cuts_prompts_on_a_cpu": False,
     "compiles_on_a_cpu": False,
@@ -60,6 +61,7 @@ class FakeVLLM:
         self.vocabulary, self.delay, self.poison = vocabulary, 0.0, None
         self.seen: list[dict[str, Any]] = []
         self.most_open = 0
+        self.engines = 1
         self.port = port
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -160,6 +162,8 @@ class FakeVLLM:
             self.checksums, self._pending, self.version = self._pending, None, body["weight_version"]
         elif path in ("/pause", "/resume"):
             self.paused = path == "/pause"
+        elif path == "/get_world_size":
+            return {"json": {"world_size": self.engines}}
         elif path == "/is_paused":
             return {"json": {"is_paused": self.paused}}
         elif path == "/reset_prefix_cache":

@@ -32,6 +32,7 @@ from strop.rollout.http.clock import due
 from strop.rollout.http.engine import HTTPRollout
 from strop.rollout.http.wire import Request, differences
 from strop.rollout.vllm.arguments import model_facts
+from strop.rollout.vllm.checkpoint import CheckpointWeights
 from strop.rollout.weights import checksums
 
 from fake_vllm import GENERATE, FakeVLLM, wire_answer
@@ -361,7 +362,10 @@ def test_a_server_started_again_while_nothing_runs_is_compared_and_verified_agai
     assert equal(batch(rollout), alone)
     wait_for(lambda: len(rollout._pool.live) == 2 and "raw_logprobs" in str(rollout._pool.out))
     assert {server.url for server in rollout._pool.live} == {right.url, other.url}
-    assert right.bodies("/collective_rpc")[-1] == {"method": "strop_checksums"}
+    asked = right.bodies("/collective_rpc")[-1]
+    # parts of models with pictures have other names in vLLM: it is told those of the checkpoint
+    names = CheckpointWeights(tiny_lm("qwen2")).names
+    assert asked == {"method": "strop_checksums", "args": [names]}
     assert right.checksums == other.checksums
     assert not {GENERATE, "/update_weights"} & {*wrong.paths()}
     assert counts(rollout)["weights/joins"] == 1
@@ -606,6 +610,16 @@ def test_a_server_whose_rotary_base_is_another_is_refused():
     other = {"model.rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}
     with pytest.raises(ConfigError, match=naming("rope_parameters.rope_theta is 1.0, expected 1")):
         rollout_on(FakeVLLM(**other))
+
+
+def test_a_server_of_several_engines_has_the_places_of_all_and_no_broadcast():
+    """Started with --data-parallel-size: its facts are those of one engine."""
+    server = FakeVLLM()
+    server.engines = 4
+    (joined,) = rollout_on(server)._pool.live
+    assert joined.places == 4 * server.facts["max_num_seqs"]
+    with pytest.raises(ConfigError, match=naming("4 engines", "weight_transfer")):
+        rollout_on(server, broadcasts=True)
 
 
 def test_a_server_of_quantized_weights_is_refused():

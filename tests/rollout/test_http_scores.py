@@ -117,8 +117,8 @@ def test_scores_of_weights_that_another_run_gave_are_refused():
 @pytest.mark.parametrize(
     ("facts", "named"),
     [
-        ({"vocabulary": "0123"}, ["vocabulary", "'0123'"]),
-        ({"vocabulary": None}, ["vocabulary", "None"]),
+        ({"ordinary_tokens": "0123"}, ["ordinary_tokens", "'0123'"]),
+        ({"ordinary_tokens": None}, ["ordinary_tokens", "None"]),
         ({"max_model_len": 20}, ["max_model_len", "20", "21"]),
         ({"logprobs_mode": "processed_logits"}, ["processed_logits"]),
     ],

@@ -109,6 +109,7 @@ class HTTPRollout(QueuedRollout):
             weights,
             Pool(
                 *(settings, expected, vocabulary, token, own, verify),
+                weights=() if weights is None else weights.names,
                 broadcasts=broadcasts,
                 keeps_weights=weights is None,
             ),

@@ -85,6 +85,7 @@ class Pool:
         own: Sequence[OwnServer] = (),
         verify: Callable[[SealedWeights, list[dict[str, int]]], None] | None = None,
         *,
+        weights: Sequence[str] = (),
         broadcasts: bool = False,
         keeps_weights: bool = False,
         name: str = "rollout.http",
@@ -92,12 +93,13 @@ class Pool:
         """Take the section ``rollout.http``, and the facts that every server must have; errors say ``name``.
 
         ``verify`` raises ``ModelError`` unless a joiner's checksums are those of the weights; None: they are
-        not read. With ``broadcasts`` servers are sent the sealed file, else they read it.
-        With ``keeps_weights`` no weights are sent, and all servers must have those of the first.
+        not read. ``weights`` are their names in a checkpoint. With ``broadcasts`` servers are sent the sealed
+        file, else they read it. With ``keeps_weights`` no weights are sent, and all servers must have those
+        of the first.
         """
         self._settings, self._expected, self.vocabulary = settings, dict(expected), vocabulary
         self._token, self.own, self._verify, self._broadcasts = token, own, verify, broadcasts
-        self._keeps_weights, self._name = keeps_weights, name
+        self._keeps_weights, self._name, self._weights = keeps_weights, name, weights
         self.live: list[Server] = []
         """Servers that answer, and have the present weights if there are any."""
         self.out: dict[str, Exception] = {}
@@ -202,12 +204,21 @@ class Pool:
             raise ConfigError(
                 f"it is another engine: {'; '.join(found)}; start it as in strop docs http_rollout"
             )
-        server.places, server.ranks, held = int(facts["max_num_seqs"]), facts["ranks"], None
+        if self._broadcasts and facts["engines"] > 1:
+            raise ConfigError(
+                f"it has {facts['engines']} engines (--data-parallel-size), whose ranks have equal numbers: "
+                "set actor_rollout_ref.rollout.weight_transfer to auto or disk, or start a server for each"
+            )
+        server.places, server.ranks, held = (
+            facts["engines"] * int(facts["max_num_seqs"]),
+            facts["ranks"],
+            None,
+        )
         while (sealed := self.sealed) is not held:  # a transfer may begin meanwhile
             assert sealed is not None
             await self._bring(server, sealed)
             if self._verify is not None:
-                parts = await server.wire.checksums(patience_s)
+                parts = await server.wire.checksums(self._weights, patience_s)
                 await asyncio.to_thread(self._verify, sealed, parts)
             held = sealed
         lower = "actor_rollout_ref.rollout.max_num_seqs" if self.own else "the servers' --max-num-seqs"
@@ -228,7 +239,7 @@ class Pool:
             )
         version = await server.wire.version(patience_s)
         try:  # of a single server, too: it may be started again with others
-            parts = await server.wire.checksums(patience_s)
+            parts = await server.wire.checksums((), patience_s)
         except Lost as error:
             if not error.is_error:
                 raise
@@ -448,7 +459,7 @@ class Pool:
 
         async def read(server: Server) -> None:
             try:
-                found[server.url] = await server.wire.checksums(self._settings.patience_s)
+                found[server.url] = await server.wire.checksums(self._weights, self._settings.patience_s)
             except (Lost, Refused) as error:
                 self._lose(server, error)
 

@@ -28,7 +28,8 @@ class Scorer:
             "logprobs_mode": "processed_logprobs",  # else vLLM may answer logits
             "max_model_len": longest + 1,  # it generates a token, too
             "unsupported": None,
-            "vocabulary": vocabulary_digest(tokenizer),
+            # added ones may differ, as with a teacher in the run's processes
+            "ordinary_tokens": vocabulary_digest(tokenizer, added=False),
             "weight_version": FIRST_VERSION,  # else a run trains them
         }
         words, name = words_of(tokenizer), "teacher.servers"

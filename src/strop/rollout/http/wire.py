@@ -17,17 +17,20 @@ from strop.errors import ConfigError, TrainingError
 _ANSWER_BYTES, _TOKEN_BYTES = 1 << 16, 4096
 _AGAIN_S, _ANSWER_S = 0.5, 10.0
 _MINUS_INFINITY = -9999.0  # as vLLM writes it
-_NEEDED = {"max_model_len", "max_num_seqs", "kernels"}
+_NEEDED = {"max_model_len", "max_num_seqs", "kernels", "ordinary_tokens"}
 NEUTRAL = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
 """Values that every request carries, else the server's generation configuration decides."""
 SCORED = {
-    **NEUTRAL, "max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "stop_token_ids": [], "ignore_eos": True,
-    "detokenize": False,
+    **NEUTRAL, "temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "stop_token_ids": [],
+    "ignore_eos": True, "detokenize": False,
 }  # fmt: skip
-"""Sampling of requests for the log-probs of their own ids; vLLM generates a token at least."""
+"""Sampling of requests for the log-probs of their own ids; vLLM generates a token at least.
+
+Greedy: one that is drawn may be an id that no token has.
+"""
 FIRST_VERSION = "default"
 """Version of the weights that a server starts with."""
 ARGUMENTS: dict[str, Any] = {
@@ -86,7 +89,8 @@ class VLLMWire:
             of_ranks = await self._rpc("strop_facts", deadline_s)
         except Refused as error:
             raise Refused(f"{error}; start it as in strop docs http_rollout") from None
-        found = of_ranks[0] | {"ranks": len(of_ranks)}
+        processes = int((await self._connection.call("/get_world_size", deadline_s)).get("world_size") or 0)
+        found = of_ranks[0] | {"ranks": len(of_ranks), "engines": max(processes // len(of_ranks), 1)}
         if missing := _NEEDED - found.keys():
             raise Refused(
                 f"its facts have no {', '.join(sorted(missing))}: another version of strop is there"
@@ -101,13 +105,14 @@ class VLLMWire:
         """Return True if requests wait: weights are being sent, or the run that sent them was killed."""
         return (await self._connection.call("/is_paused", deadline_s)).get("is_paused") is True
 
-    async def checksums(self, deadline_s: float) -> list[dict[str, int]]:
-        """Return ``held_checksums`` of each rank of the engine."""
-        parts = await self._rpc("strop_checksums", deadline_s)
+    async def checksums(self, names: Sequence[str], deadline_s: float) -> list[dict[str, int]]:
+        """Return ``held_checksums`` of each rank of the engine, of a server with several of the first."""
+        parts = await self._rpc("strop_checksums", deadline_s, list(names))
         return [{name: int(value) for name, value in part.items()} for part in parts]
 
-    async def _rpc(self, method: str, deadline_s: float) -> list[dict[str, Any]]:
-        answer = await self._connection.call("/collective_rpc", deadline_s, {"method": method})
+    async def _rpc(self, method: str, deadline_s: float, *arguments: Any) -> list[dict[str, Any]]:
+        body = {"method": method, "args": arguments}
+        answer = await self._connection.call("/collective_rpc", deadline_s, body)
         found = answer.get("results")
         if not (isinstance(found, list) and found and all(isinstance(part, dict) for part in found)):
             raise Lost(f"/collective_rpc answers {str(answer)[:200]} to {method}")

@@ -172,9 +172,11 @@ def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def vocabulary_digest(tokenizer: Any) -> str:
-    """Return a digest of the ids of a tokenizer's tokens."""
-    return hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()[:16]
+def vocabulary_digest(tokenizer: Any, *, added: bool = True) -> str:
+    """Return a digest of the ids of a tokenizer's tokens, with or without those that were added to it."""
+    left_out = () if added else tokenizer.get_added_vocab()
+    tokens = {token: number for token, number in tokenizer.get_vocab().items() if token not in left_out}
+    return hashlib.sha256(json.dumps(tokens, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def model_facts(config: Any, *, is_tied: bool = False) -> dict[str, Any]:

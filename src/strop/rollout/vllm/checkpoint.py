@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.loader import persistent_buffers
 from strop.rollout.weights import UNEQUAL, UNREADABLE, WeightLedger, add_up
-
-NameInVLLM = Callable[[str], str | None]
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +62,17 @@ class CheckpointWeights:
             yield name, weight
             del weight  # free it before the next one is gathered
 
-    def held(self, parts: Iterable[dict[str, int]], name_in_vllm: NameInVLLM | None = None) -> dict[str, int]:
-        """Return the checksum of every weight from ``held_checksums`` of all ranks, tied ones once.
+    @property
+    def names(self) -> list[str]:
+        """The names that a checkpoint has, and those of tied weights."""
+        return [*self.layout.shapes(), *self._tied]
 
-        ``name_in_vllm`` maps the name of a checkpoint, for models whose parts have other names there.
-        """
+    def held(self, parts: Iterable[dict[str, int]]) -> dict[str, int]:
+        """Return the checksum of every weight from ``held_checksums`` of all ranks, tied ones once."""
         found = add_up(parts)
-        if name_in_vllm is not None:
-            saved = {name_in_vllm(name): name for name in (*self.layout.shapes(), *self._tied)}
-            found = {saved.get(name, name): value for name, value in found.items()}
         for name, original in self._tied.items():
             # where vLLM holds a tied weight twice, both copies must be the actor's
-            if found.pop(name, found[original]) != found[original]:
+            if original in found and found.pop(name, found[original]) != found[original]:
                 found[original] = UNEQUAL
         names = self.layout.shapes().keys()
         unread = sorted(names - found.keys() | self._transposed)

@@ -412,11 +412,9 @@ class VLLMRollout(QueuedRollout):
         With pictures also ``UNEQUAL`` for constants of the model that are no longer those it started with.
         """
         model = self._worker.model_runner.get_model()
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        name_in_vllm = None if mapper is None else mapper.get_rename_mapper().map_name
         now = constants(model) if self._constants else {}
         changed = {name: UNEQUAL for name, value in self._constants.items() if now.get(name) != value}
-        return self._weights.held(gathered(held_checksums(model) | changed), name_in_vllm)
+        return self._weights.held(gathered(held_checksums(model, self._weights.names) | changed))
 
     def release(self) -> None:
         """Free weights and KV cache where vLLM can sleep (on a GPU)."""

@@ -9,7 +9,7 @@ nonzero term. Packed experts are permuted, and the permutation is read from pack
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,9 +52,10 @@ class Held:
 
 
 @torch.no_grad()
-def held_checksums(model: nn.Module) -> dict[str, int]:
+def held_checksums(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
     """Return this rank's part of every weight's checksum by name in a checkpoint; parts add up over ranks.
 
+    ``names`` are those of the checkpoint: parts of models with pictures, for one, have others in vLLM.
     ``UNEQUAL`` where two copies of a weight differ (an output layer as received, and packed).
     """
     found: dict[str, int] = {}
@@ -63,7 +64,11 @@ def held_checksums(model: nn.Module) -> dict[str, int]:
         value = checksum(held.tensor, held.place) if held.counts else 0
         kept = again if held.again else found
         kept[held.name] = (kept.get(held.name, 0) + value) % (1 << 64)
-    return found | {name: UNEQUAL for name, value in again.items() if found[name] != value}
+    found |= {name: UNEQUAL for name, value in again.items() if found[name] != value}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    map_name = str if mapper is None else mapper.get_rename_mapper().map_name
+    saved = {map_name(name): name for name in names}
+    return {saved.get(name, name): value for name, value in found.items()}
 
 
 def constants(model: nn.Module) -> dict[str, int]:

@@ -18,7 +18,8 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from strop.errors import ModelError
+from strop.data.hub import local_tokenizer
+from strop.errors import ModelError, StropError
 from strop.listening import bearer, is_token
 from strop.models.loader import load_tokenizer
 from strop.rollout.transfer.broadcast import received_file
@@ -94,7 +95,7 @@ class Extension:
             "max_model_len": model.max_model_len,
             "generation_config": model.generation_config,
             "unsupported": why_unsupported(model.hf_config, device),
-            "vocabulary": _vocabulary(model.tokenizer, model.trust_remote_code),
+            **_vocabulary(model.tokenizer, model.trust_remote_code),
             "reads_text": not model.skip_tokenizer_init,
             "max_num_seqs": scheduler.max_num_seqs,
             "cuts_prompts_on_a_cpu": on_cpu and bool(scheduler.enable_chunked_prefill),
@@ -106,17 +107,26 @@ class Extension:
             },
         }
 
-    def strop_checksums(self) -> dict[str, str]:
-        """Return this rank's part of the checksums, as texts: JSON's numbers may lose digits elsewhere."""
-        return {name: str(value) for name, value in held_checksums(self.model_runner.get_model()).items()}
+    def strop_checksums(self, names: list[str]) -> dict[str, str]:
+        """Return this rank's part of the checksums, as texts: JSON's numbers may lose digits elsewhere.
+
+        ``names`` are those of the checkpoint, as in ``held_checksums``.
+        """
+        found = held_checksums(self.model_runner.get_model(), names)
+        return {name: str(value) for name, value in found.items()}
 
 
 @functools.cache
-def _vocabulary(path: str, trust_remote_code: bool) -> str | None:
+def _vocabulary(path: str, trust_remote_code: bool) -> dict[str, str | None]:
+    """Return digests of the tokens of a folder or a name on the hub, with and without the added ones."""
     try:
-        return vocabulary_digest(load_tokenizer(path, trust_remote_code=trust_remote_code))
-    except ModelError:  # a policy's server needs none
-        return None
+        tokenizer = load_tokenizer(local_tokenizer(path), trust_remote_code=trust_remote_code)
+    except StropError:  # a policy's server needs none
+        return {"vocabulary": None, "ordinary_tokens": None}
+    return {
+        "vocabulary": vocabulary_digest(tokenizer),
+        "ordinary_tokens": vocabulary_digest(tokenizer, added=False),
+    }
 
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
