@@ -293,17 +293,19 @@ def test_a_prompt_in_words_has_the_tokens_of_each_picture(kind, tokenizer_of, tm
     images = [str(tmp_path / "a.png"), picture(40, 60)]
     found = dataset([{"prompt": "two", "images": images}, {"prompt": "one", "images": images[:1]}], tokenizer)
     counts, texts = [], []
+    feature = getattr(tokenizer, "image_token", None) or found.pictures.placeholder  # Gemma's are two tokens
     for row in (0, 1):
         ids, digests = found[row]["input_ids"].tolist(), found[row]["images"].tolist()
-        counts.append(ids.count(tokenizer.convert_tokens_to_ids(found.pictures.placeholder)))
+        counts.append(ids.count(tokenizer.convert_tokens_to_ids(feature)))
         texts.append(found.pictures.in_words(tokenizer.decode(ids), [digest for digest in digests if digest]))
     first, second = counts[1], counts[0] - counts[1]
     assert f"[picture 1: a.png, 300 x 90, {first} tokens]" in texts[1]
     assert re.findall(r"\[picture.*?\]", texts[0]) == [
         f"[picture 1: a.png, 300 x 90, {first} tokens]", f"[picture 2: 40 x 60, {second} tokens]"
     ]  # fmt: skip
-    assert found.pictures.placeholder not in "".join(texts)
-    typed = tokenizer.decode(ids) + found.pictures.placeholder
+    assert feature not in "".join(texts)
+    assert found.pictures.tokens_of_rows().tolist() == counts
+    typed = tokenizer.decode(ids) + feature
     assert found.pictures.in_words(typed, [digests[0]]) == typed
 
 

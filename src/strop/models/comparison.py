@@ -91,14 +91,16 @@ def try_kept_results(module: RoleModel) -> None:
     """Run the trial pass of selective checkpointing; collective if the module is sharded."""
     if module.kept_results is None:
         return
-    model, was_training = module.hugging_face_model, module.training
-    batches = [few_rows(model.config.get_text_config().vocab_size, model.device)]
-    if isinstance(module.reader, PictureReader):
-        batches.append(module.reader.trial_rows())
-    module.train()
-    for batch in batches:
-        with module.kept_results.trial(), torch.enable_grad():
+    kept, model, was_training = module.kept_results, module.hugging_face_model, module.training
+
+    def passed(batch: Mapping[str, Tensor]) -> None:
+        with kept.trial(), torch.enable_grad():
             module.figures(batch)
+
+    module.train()
+    passed(few_rows(model.config.get_text_config().vocab_size, model.device))
+    if isinstance(module.reader, PictureReader):
+        passed(module.reader.trial_rows())  # after a pass, which has gathered the weights of the root
     module.train(was_training)
 
 

@@ -40,7 +40,11 @@ class PromptPictures:
         self.placeholder: str = getattr(processor, "image_token", None) or ""
         if not self.placeholder:
             raise ModelError(f"{type(processor).__name__} has no token for pictures; it is not supported")
-        self.mark: int = processor.tokenizer.convert_tokens_to_ids(self.placeholder)
+        tokenizer = processor.tokenizer
+        self.mark: int = tokenizer.convert_tokens_to_ids(self.placeholder)
+        # Gemma's placeholder begins a picture, and another token stands for its features
+        self._feature: str = getattr(tokenizer, "image_token", None) or self.placeholder
+        self._marks = {self.mark, tokenizer.convert_tokens_to_ids(self._feature)}
         self._texts: dict[tuple[int, int], str] = {}
         self._counts: dict[tuple[int, int], tuple[int, int]] = {}
         self._tokens: dict[tuple[int, int], tuple[list[int], list[int], list[int]]] = {}
@@ -115,7 +119,8 @@ class PromptPictures:
 
         One whose text has further placeholders, which a user wrote, is returned as it is.
         """
-        pieces, counts = prompt.split(self.placeholder), [self.tokens(digest) for digest in digests]
+        token = self._feature if self._feature in prompt else self.placeholder
+        pieces, counts = prompt.split(token), [self.tokens(digest) for digest in digests]
         if len(pieces) != sum(counts) + 1:
             return prompt
         found, last = pieces[0], 0
@@ -178,8 +183,9 @@ class PromptPictures:
         size = pictures.size(digest)
         if size not in self._tokens:
             ids = self.processor.tokenizer(self._text_of(digest), add_special_tokens=False)["input_ids"]
-            first, last = ids.index(self.mark), len(ids) - ids[::-1].index(self.mark)
-            self._tokens[size] = ids[:first], ids[first:last], ids[last:]
+            own = [place for place, token in enumerate(ids) if token in self._marks]
+            first, end = own[0], own[-1] + 1
+            self._tokens[size] = ids[:first], ids[first:end], ids[end:]
         return self._tokens[size]
 
     def _counts_of(self, digest: int) -> tuple[int, int]:
@@ -204,7 +210,8 @@ class PromptPictures:
         if not (offsets := found.get("text_replacement_offsets")):
             raise ModelError(f"{kind} does not write the tokens of a picture; this family is not supported")
         text = offsets[0][0]["replacement"]
-        self._counts[picture.size] = text.count(self.placeholder), _size(found["pixel_values"])
+        count = text.count(self._feature) or text.count(self.placeholder)
+        self._counts[picture.size] = count, _size(found["pixel_values"])
         return text
 
 

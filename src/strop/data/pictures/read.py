@@ -117,7 +117,7 @@ def _decoded(url: str, where: str) -> bytes:
     if not head.endswith(";base64"):
         raise DataError(f"{where}: expected data:image/...;base64,..., found {head:.60}")
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode("".join(data.split()), validate=True)  # some encoders break lines
     except binascii.Error as error:
         raise DataError(f"{where}: the data URL is not base64: {error}") from error
 

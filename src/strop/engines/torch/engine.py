@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from strop.config.paths import MERGED_CONFIG
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, columns_of, require_no_tree, restore
 from strop.engines.torch import state
-from strop.engines.torch.export import set_entries, write_folder, writing
+from strop.engines.torch.export import in_dtype, set_entries, write_folder, writing
 from strop.engines.torch.offload import Offload
 from strop.engines.torch.sharding import (
     ShardingSettings,
@@ -383,7 +383,7 @@ class TorchEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         gather = partial(whole, dtype=dtype) if self.module.adapters is None else whole  # merged in float32
         with self.on_device():
-            weights = _converted(self.module.export_weights(gather), dtype)
+            weights = in_dtype(dtype, self.module.export_weights(gather))
             yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
@@ -426,11 +426,3 @@ class TorchEngine:
                     # a folder with config.json is a whole model for transformers
                     (folder / "config.json").rename(folder / MERGED_CONFIG)
                     adapters.save(folder, trained)
-
-
-def _converted(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in weights:
-        yield name, weight.to(dtype)
-        del weight  # free it before the next one is gathered

@@ -111,13 +111,16 @@ def write_model(
     """Write ``weights`` in ``dtype``, and the persistent buffers of ``model``; see ``write_weights``."""
     buffers = {layout.renamed(name): buffer for name, buffer in persistent_buffers(model)}
     sizes = layout.sizes(dtype) | {name: buffer.nbytes for name, buffer in buffers.items()}
-    write_weights(folder, itertools.chain(_in(dtype, weights), buffers.items()), sizes)
+    write_weights(folder, itertools.chain(in_dtype(dtype, weights), buffers.items()), sizes)
 
 
-def _in(dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def in_dtype(
+    dtype: torch.dtype | None, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights in ``dtype`` (None: in their own), integers as they are; free each before the next."""
     for name, weight in weights:
         yield name, weight.to(dtype) if weight.is_floating_point() else weight
-        del weight  # free it before the next one is gathered
+        del weight
 
 
 def set_entries(config: PretrainedConfig, entries: Mapping[str, Any]) -> None:
@@ -169,7 +172,7 @@ def export_from_shards(
             name: prod(shape) * (dtype if stored.is_floating_point else stored).itemsize
             for name, (shape, stored) in shapes.items()
         }
-        write_weights(out, _in(dtype, _read(state_folder, shapes)), sizes, max_bytes)
+        write_weights(out, in_dtype(dtype, _read(state_folder, shapes)), sizes, max_bytes)
         return
     if missing := sorted(layout.parameters - shapes.keys()):
         raise CheckpointError(f"{state_folder} holds no {missing[0]}, which the model has")
@@ -177,7 +180,7 @@ def export_from_shards(
     buffers = {name: entry for name, entry in shapes.items() if name not in layout.parameters}
     kept = {layout.renamed(name): prod(shape) * stored.itemsize for name, (shape, stored) in buffers.items()}
     weights = itertools.chain(  # buffers in their dtype, as in `write_model`: some decide a routing
-        layout.convert(_in(dtype, _read(state_folder, parameters))),
+        layout.convert(in_dtype(dtype, _read(state_folder, parameters))),
         layout.convert(_read(state_folder, buffers)),
     )
     write_weights(out, weights, layout.sizes(dtype) | kept, max_bytes)

@@ -12,13 +12,14 @@ from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.shapes import (
     FLOAT32,
+    MOMENTS,
     cast_weights,
     number_bytes,
     trained,
     weights,
     whole_gradients,
 )
-from strop.config.placement import Placement, process_count
+from strop.config.placement import Placement, process_count, uses_gpu
 from strop.config.schema import Config
 from strop.engines.torch.keys import SECTION, SECTIONS
 from strop.errors import ConfigError
@@ -49,15 +50,22 @@ class FsdpKind(EngineKind):
             yield from _shared_sequences(config)
 
     def bytes(self, config: Any, name: str, facts: ModelFacts | None, *, trains: bool) -> int | None:
-        """See ``EngineKind.bytes``: ranks that shard a model share it evenly."""
+        """See ``EngineKind.bytes``: ranks that shard a model share it evenly.
+
+        What is offloaded is on a GPU for a while alone: moments 0.5 GiB at a time, a frozen model in its own
+        pass. A trained one that is parked between its phases counts all the same.
+        """
         ranks, section = _ranks(config, name), self.section_of(config, name)
         size = getattr(section, "fsdp_size", -1)  # frozen models have no such key
         shards = min(size, ranks) if size > 0 else ranks
-        return (
-            trained(facts, value_at(config, MODELS[name]), shards)
-            if trains
-            else weights(facts, FLOAT32, shards)
-        )
+        if not trains:
+            is_away = uses_gpu(config) and getattr(section, "param_offload", False)
+            return 0 if is_away else weights(facts, FLOAT32, shards)
+        model = value_at(config, MODELS[name])
+        found = trained(facts, model, shards)
+        if found is None or model.has_adapters or not (uses_gpu(config) and section.optimizer_offload):
+            return found
+        return found - (weights(facts, MOMENTS, shards) or 0)
 
     def update_bytes(self, config: Any, name: str, facts: ModelFacts | None, model: Any) -> int | None:
         if _ranks(config, name) == 1:

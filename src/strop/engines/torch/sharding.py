@@ -179,7 +179,9 @@ def _large(decoder: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
 
     Embeddings stay with the root: an output layer may be tied to them, and runs once per chunk of tokens.
     """
-    taken: set[int] = set()
+    # not of a language model inside one with pictures either, which reads them before it runs
+    embeddings = [unit for unit in decoder.modules() if isinstance(unit, nn.Embedding)]
+    taken = {id(weight) for unit in embeddings for weight in unit.parameters()}
     inner = [unit for unit in decoder.modules() if unit is not decoder]
     for unit in reversed(inner):
         if isinstance(unit, nn.ModuleList | nn.ModuleDict | nn.Embedding):
