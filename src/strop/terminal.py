@@ -24,6 +24,11 @@ def printable(text: str) -> str:
     return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Return True for a terminal; a program's own stream may have no ``isatty``, and some have no stream."""
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
 def literal(text: object, style: str = "") -> Text:
     """Return a text for rich that is shown as it is: brackets are no markup, control characters escaped."""
     return Text(printable(str(text)), style=style)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from strop.terminal import is_terminal
 from strop.tracking.base import RunInfo
 from strop.tracking.console import FigureTable, PlainLines
 from strop.tracking.text import format_number, sparkline
@@ -168,6 +169,26 @@ def test_the_live_table_leaves_whole_what_others_print_and_log(tmp_path):
     assert re.search(r"reward +0\.500 +0\.125 +▁▃▆█", last_table)
     assert re.search(r"validation gsm8k +0\.250 +0\.062 +▁▃▆█", last_table)
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+def test_a_stream_of_the_programs_own_gets_plain_lines(track, tmp_path, monkeypatch):
+    class Tee:  # as of many scripts: it has no isatty
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self):
+            pass
+
+    tee = Tee()
+    monkeypatch.setattr(sys, "stdout", tee)
+    with track(tmp_path, ["console"]) as tracking:
+        tracking.log(1, {"critic/score/mean": 0.5})
+    assert "step 1" in tee.text
+    monkeypatch.setattr(sys, "stdout", None)
+    assert not is_terminal(sys.stdout)
 
 
 def test_a_dumb_terminal_gets_plain_lines(tmp_path):

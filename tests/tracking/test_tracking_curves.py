@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from strop.errors import DataError
-from strop.tracking.curves import draw_curves, running_mean
+from strop.tracking.curves import draw_curves, drawn_panels, running_mean
 from strop.tracking.figures import COLOURS
 
 
@@ -42,6 +42,19 @@ def drawn(track, tmp_path):
         return pixels(draw_curves(tmp_path / name))
 
     return draw
+
+
+def test_a_running_mean_is_that_of_the_values_around_each():
+    values = [math.sin(at) for at in range(500)]
+    for window in (3, 25):
+        shares = [values[max(at - window // 2, 0) : at + window // 2 + 1] for at in range(500)]
+        assert running_mean(values, window) == pytest.approx([sum(share) / len(share) for share in shares])
+
+
+def test_a_run_of_dpo_has_panels_of_its_own_metrics():
+    names = ("train/rewards/accuracy", "val/rewards/accuracy", "train/rewards/margin", "val/rewards/margin")
+    drawn = {name for panel in drawn_panels(names) for name in panel.curves.values() if name in names}
+    assert drawn == {*names}
 
 
 def rising(step: int) -> float:

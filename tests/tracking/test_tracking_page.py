@@ -362,6 +362,13 @@ def test_a_request_without_the_token_gets_one_line(server, path, cookie):
     assert "Set-Cookie" not in headers
 
 
+def test_pages_of_two_machines_behind_one_name_have_cookies_of_their_own(server, monkeypatch):
+    """Ports are forwarded by ssh: both are localhost to the browser, and the same port to themselves."""
+    before = server.cookie
+    monkeypatch.setattr(server.address, "token", TOKEN[::-1])
+    assert server.cookie != before
+
+
 def test_the_first_request_with_the_token_sets_the_cookie(server):
     status, _, headers = get(server, f"/?token={TOKEN}", Cookie="")
     assert status == 200

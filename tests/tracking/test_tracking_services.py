@@ -54,6 +54,18 @@ def test_mlflow_continues_a_run_and_marks_its_end(logged, monkeypatch):
     assert run_id in json.loads((folder / "trackers.json").read_text())["mlflow"]
 
 
+def test_names_that_are_folders_of_others_are_kept_in_files_of_mlflow(tmp_path, track, monkeypatch):
+    """As ``val/accuracy`` and ``val/accuracy/<source>`` of reward models."""
+    mlflow = pytest.importorskip("mlflow", reason="needs strop[mlflow]")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with track(tmp_path, ["mlflow"]) as tracking:
+        tracking.log(1, {"val/accuracy": 0.5, "val/accuracy/x/y": 0.25, "val/margin": 1.0})
+        assert not any(tracking._failures.values())
+    client = mlflow.MlflowClient((tmp_path / "mlflow").as_uri())
+    found = client.get_run((tmp_path / "mlflow_run_id.txt").read_text().strip()).data.metrics
+    assert found == {"val/accuracy": 0.5, "val/accuracy.x.y": 0.25, "val/margin": 1.0}
+
+
 def test_mlflow_without_a_server_is_an_error_with_the_remedy(tmp_path, track, monkeypatch):
     pytest.importorskip("mlflow", reason="needs strop[mlflow]")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

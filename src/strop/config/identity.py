@@ -25,6 +25,7 @@ from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import NOT_COMPARED, SAME, SAME_AHEAD, SAME_MODEL
 from strop.errors import ConfigError
 from strop.passed import is_function
+from strop.redaction import redacted
 
 _UNKNOWN = object()
 _DIGEST = "[0-9a-f]{8}"
@@ -39,7 +40,7 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        before, now = (in_words(value) for value in (self.before, self.now))
+        before, now = (in_words(redacted(value, self.key)) for value in (self.before, self.now))
         return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed"
 
 

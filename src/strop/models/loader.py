@@ -26,6 +26,7 @@ from strop.models.folder import attention_for, generation_config_of, load_model_
 from strop.models.folder import load_tokenizer as load_tokenizer  # for programs
 from strop.models.heads import policy_class, reason_unsupported, scorer_config
 from strop.models.source import Source
+from strop.terminal import is_terminal
 
 
 @contextlib.contextmanager
@@ -118,7 +119,7 @@ def model_class(config: PretrainedConfig, *, scores: bool) -> Any:
 
 def _load(path: str | Path, **options: Any) -> tuple[Any, set[str]]:
     """Load a model; return it with the names of weights that the files lack."""
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
+    bars = contextlib.nullcontext() if is_terminal(sys.stderr) else no_progress_bars()  # keep logs clean
     try:
         arguments = model_arguments(path, **options)
         auto_class = model_class(arguments["config"], scores="num_labels" in options)

@@ -8,6 +8,7 @@ the cookie that the first one sets.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 import sys
@@ -110,8 +111,12 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie with the token; browsers send a host's cookies to all its ports."""
-        return f"strop-{self.address.port}"
+        """Name of the cookie with the token.
+
+        Browsers send a host's cookies to all its ports, and pages of several machines may be forwarded to
+        one: each token has a name of its own.
+        """
+        return f"strop-{hashlib.sha256((self.address.token or '').encode()).hexdigest()[:12]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a browser that left in the midst of a request; print the traceback of other errors."""

@@ -23,7 +23,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from strop.terminal import literal, printable, table
+from strop.terminal import is_terminal, literal, printable, table
 from strop.tracking.base import RunInfo
 from strop.tracking.lengths import ColumnLengths, lengths_table
 from strop.tracking.report import ValidationReport, report_table, shown_table
@@ -39,7 +39,7 @@ def console_tracker(run: RunInfo) -> FigureTable | PlainLines:
     """Return the tracker that shows the main figures of each step on standard output."""
     if in_notebook():
         return NotebookTable(run)
-    on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    on_terminal = is_terminal(sys.stdout) and os.environ.get("TERM", "") not in ("dumb", "unknown")
     return LiveTable(run) if on_terminal else PlainLines(run)
 
 
@@ -50,7 +50,7 @@ def in_notebook() -> bool:
 
 def plain_console() -> Console:
     """Return a console on standard output, with a fixed width for a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    return Console(width=None if is_terminal(sys.stdout) else PLAIN_WIDTH)
 
 
 def step_progress(run: RunInfo) -> Progress:

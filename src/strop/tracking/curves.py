@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from strop.errors import DataError
 from strop.tracking.figures import COLOURS, agg_figure, plain_axes, save_figure
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
@@ -85,6 +87,17 @@ SUPERVISED_PANELS = (
         limits=(-0.04, 1.04),
     ),
     Panel("Margin", "chosen less rejected score", {"training": "train/margin", "validation": "val/margin"}),
+    Panel(
+        "Accuracy of the implicit rewards",
+        "share of pairs in order",
+        {"training": "train/rewards/accuracy", "validation": "val/rewards/accuracy"},
+        limits=(-0.04, 1.04),
+    ),
+    Panel(
+        "Margin of the implicit rewards",
+        "chosen less rejected reward",
+        {"training": "train/rewards/margin", "validation": "val/rewards/margin"},
+    ),
     Panel("Calibration error", "share of pairs", {"validation": "val/ece"}),
     Panel("Gradient norm", "before clipping", {"model": "grad_norm"}),
 )
@@ -136,9 +149,9 @@ def series(steps: Steps, name: str) -> tuple[list[int], list[float]]:
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean over ``window`` values (an odd number) around each, fewer at the ends: no lag."""
-    reach = window // 2
-    shares = [values[max(at - reach, 0) : at + reach + 1] for at in range(len(values))]
-    return [sum(share) / len(share) for share in shares]
+    around = slice(window // 2, window // 2 + len(values))
+    sums, counts = (np.convolve(each, np.ones(window))[around] for each in (values, np.ones(len(values))))
+    return (sums / counts).tolist()
 
 
 def draw_curve(ax: Axes, numbers: list[int], values: list[float], *, label: str, colour: str) -> None:

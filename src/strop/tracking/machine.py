@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.backends import ENGINES, ROLLOUTS
-from strop.config.machine import described_gpus, installed_memory, usable_cores
+from strop.config.gpus import described_gpus
+from strop.config.machine import installed_memory, usable_cores
 from strop.redaction import redacted
 
 MACHINE_FILE = "machine.jsonl"

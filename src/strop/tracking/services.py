@@ -21,6 +21,7 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.files import atomic_write_text
 from strop.redaction import HIDDEN, redacted, redacted_text
+from strop.terminal import is_terminal
 from strop.tracking.base import RunInfo
 from strop.tracking.report import ShownPair, ShownSample, ValidationReport
 
@@ -53,6 +54,8 @@ class ServiceTracker:
 
     def __init__(self, run: RunInfo) -> None:
         """Start or continue the run; ConfigError if that fails (no login, no network, no server)."""
+        self._outside = sys.exception()
+        """Of a caller that handles one while the run goes on: no failure of this run."""
         id_file = f"{self.name}_run_id.txt"
         try:
             self._package: Any = importlib.import_module(self.name)
@@ -85,7 +88,8 @@ class ServiceTracker:
 
     def close(self) -> None:
         """End the run; one that ends by an exception is marked as failed where the package can."""
-        self._end(sys.exception())
+        error = sys.exception()
+        self._end(None if error is self._outside else error)
 
     def _end(self, error: BaseException | None) -> None:
         self._run.finish()
@@ -110,7 +114,7 @@ class WandbTracker(ServiceTracker):
             id=known_id,
             resume="allow" if known_id else None,
             # On a terminal, wandb would upload every redraw of the live table.
-            settings=self._package.Settings(console="off" if sys.stdout.isatty() else "auto"),
+            settings=self._package.Settings(console="off" if is_terminal(sys.stdout) else "auto"),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -208,7 +212,8 @@ class MlflowTracker(ServiceTracker):
     """MLflow: the server of ``MLFLOW_TRACKING_URI``, else files in ``<run folder>/mlflow``.
 
     The project is the experiment, the configuration is the artifact ``config.json``. Metrics' names lose the
-    characters that MLflow does not allow.
+    characters that MLflow does not allow. In files they have one ``/``, and dots for further ones: a metric
+    is a file there, and none can be the folder of another.
     """
 
     name = "mlflow"
@@ -219,6 +224,7 @@ class MlflowTracker(ServiceTracker):
         if uri is None:
             uri = (run.run_dir / "mlflow").absolute().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 requires it
+        self._in_files = uri.startswith("file:") or not re.match(r"databricks|.*://", uri)
         self._client = self._package.MlflowClient(uri)
         if known_id is not None:
             self._client.update_run(known_id, status="RUNNING")
@@ -239,10 +245,14 @@ class MlflowTracker(ServiceTracker):
         """Send all metrics of ``step`` at once."""
         now = int(time.time() * 1000)
         values = [
-            self._package.entities.Metric(_NOT_IN_MLFLOW.sub("_", name), value, now, step)
+            self._package.entities.Metric(self._name(name), value, now, step)
             for name, value in metrics.items()
         ]
         self._client.log_batch(self._id, metrics=values)
+
+    def _name(self, name: str) -> str:
+        group, slash, rest = _NOT_IN_MLFLOW.sub("_", name).partition("/")
+        return group + slash + (rest.replace("/", ".") if self._in_files else rest)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Write the shown samples as a JSON file."""
