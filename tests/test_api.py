@@ -324,6 +324,14 @@ def test_metrics_are_columns_and_rows_with_and_without_pandas(tmp_path, monkeypa
     assert (repr(metrics), metrics._repr_html_()) == (repr(rows), None)
 
 
+def test_numbers_of_numpy_are_numbers():
+    """As those of a sweep over ``np.logspace``, or of a column of a data frame."""
+    keys = {"actor_rollout_ref.model.path": "m", "data.train_files": "f", "trainer.save_freq": np.int32(5)}
+    config = _Given("train", None, {"lr": np.float64(1e-4), "n": np.int64(3), **keys}).load()
+    policy = config.actor_rollout_ref
+    assert (policy.actor.optim.lr, policy.rollout.n, config.trainer.save_freq) == (1e-4, 3, 5)
+
+
 @pytest.mark.parametrize("async_steps", [0, pytest.param(1, marks=pytest.mark.slow)])  # 1: on Ray
 def test_on_step_sees_the_metrics_and_stops_a_run_that_the_same_call_continues(model, tmp_path, async_steps):
     seen = []

@@ -130,6 +130,15 @@ def test_a_folder_with_an_equals_sign_is_a_word(tmp_path, monkeypatch):
     assert meaning("train lr=3 d.csv")[0] == {MODEL: "lr=3", "data.train_files": "d.csv"}
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["https://hub.example/x/y/train.parquet?download=true", "s3://bucket/date=2026-01-01/train.parquet"],
+)
+def test_a_url_with_an_equals_sign_is_a_word(url):
+    assert meaning(f"train m {url}")[0] == {MODEL: "m", "data.train_files": url}
+    assert meaning(f"train m data.train_files={url}")[0] == {MODEL: "m"}
+
+
 def test_a_file_lies_below_the_options(tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer: {seed: 4, total_training_steps: 7}\n")
     line = f"train m d.csv --config {tmp_path}/mine.yaml --steps 5 --lr 1e-5 trainer.save_freq=3"

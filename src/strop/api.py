@@ -418,6 +418,8 @@ class _Given:
             return {str(key): self._plain(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._plain(item) for item in value]
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return value.item()
         return self._function(value) if callable(value) else value
 
     def _function(self, function: Callable[..., Any]) -> str:

@@ -76,7 +76,7 @@ def in_python(text: str, command: str) -> str:
 def _literal(value: str) -> str:
     """Return a value in the words of YAML as Python writes it."""
     for read in (ast.literal_eval, yaml.safe_load):
-        with contextlib.suppress(ValueError, SyntaxError, yaml.YAMLError):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, yaml.YAMLError):
             return repr(read(value)) if value != "..." else value
     return repr(value)
 

@@ -137,6 +137,11 @@ def test_a_data_frame_is_read_without_its_index():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame([*ROWS, {"question": "w5", "answer": "x", "level": None}], index=[3, 4, 5])
     assert read_table(Rows("frame", frame))["answer"].to_pylist() == ["42", "7", "x"]
+    large = [{"prompt": "w1", "answer": 10**30}, {"prompt": "w2", "answer": 4}]  # beyond 64 bits
+    answers = (
+        read_table(Rows("any", rows), texts=["answer"])["answer"] for rows in (large, pandas.DataFrame(large))
+    )
+    assert [column.to_pylist() for column in answers] == 2 * [[str(10**30), "4"]]
     numbered = [{0: "1+1=", 1: 2}, {0: "2+2=", 1: 4}]  # of a table without a header
     assert read_table(Rows("list", numbered)).to_pylist() == [{"0": "1+1=", "1": 2}, {"0": "2+2=", "1": 4}]
 

@@ -75,7 +75,7 @@ def short_form(
     words = [text for text in arguments.overrides if is_word(text)]
     given = {name: value for name in PPO.short if (value := getattr(arguments, name, None)) is not None}
     positions, short = {"model": "MODEL", "data": "DATA"}, tree.short
-    written = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
+    written = {text.partition("=")[0].lstrip("+~") for text in arguments.overrides if not is_word(text)}
     if arguments.command == "distill":
         positions = {"model": "STUDENT", "teacher": "TEACHER", "data": "DATA"}
         short = {**short, "teacher": "teacher.model.path"}
@@ -116,8 +116,9 @@ def short_form(
 
 
 def is_word(text: str) -> bool:
-    """Return True for MODEL and DATA; ``~key`` removes a key, and the name of a folder may have a "="."""
-    return ("=" not in text and not re.fullmatch(r"~[^/]+", text)) or os.path.exists(text)
+    """Return True for MODEL and DATA; ``~key`` removes a key, and a URL or a folder's name may have a "="."""
+    is_key = "=" in text or re.fullmatch(r"~[^/]+", text)
+    return not is_key or "://" in text.partition("=")[0] or os.path.exists(text)
 
 
 def _wrong_options(tree: Tree, arguments: argparse.Namespace) -> Generator[str]:

@@ -533,7 +533,10 @@ def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:
             table = pa.table(data)
             require_own_names(str(rows), table.column_names)
             return table
-    except pa.ArrowException:  # a column of pandas' with values of several types
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        if package != "pandas":
+            raise
+        # a column of pandas' with values of several types, large numbers or text that is no Unicode
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
         raise DataError(
