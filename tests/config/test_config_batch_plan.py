@@ -112,7 +112,7 @@ def test_the_number_of_iterations():
             ["data.train_batch_size=9", f"{MINI}=3"],
             2,
             None,
-            [f"{MINI}=3", "actor_rollout_ref.rollout.n=1", "2"],
+            ["data.train_batch_size=9", "actor_rollout_ref.rollout.n=1", "2", "nearest: 8, 10"],
         ),
         ([], 1, 100, ["data.train_batch_size=1024", "100"]),
     ],

@@ -27,6 +27,7 @@ from messages import Message, mentions, naming
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 CORRECTIONS = (f"{ACTOR}.rollout_is=token", f"{ACTOR}.use_rollout_log_probs=True")
+GSPO = [f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"]
 
 
 def doubts(result):
@@ -418,6 +419,7 @@ def test_the_steps_of_a_supervised_run_count_the_last_smaller_batch():
             ],
             [f"{ACTOR}.policy_loss=gspo", "clip_ratio_high=0.28", "4e-4"],
         ),
+        (GSPO, [f"{ACTOR}.policy_loss=gspo", "loss_agg_mode=token-mean", "seq-mean-token-mean", "verl"]),
     ],
 )
 def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
@@ -449,7 +451,7 @@ def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
         [*ahead(1), f"{ACTOR}.rollout_is=token"],
         [*ahead(4), f"{ACTOR}.use_rollout_log_probs=True"],
         ["trainer.async_steps=1", "trainer.val_only=True"],
-        [f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
+        [*GSPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
         [
             f"{ACTOR}.rollout_is=token",
             f"{ACTOR}.rollout_is_mode=mask",
@@ -534,6 +536,8 @@ def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
     (line,) = doubts(report())
     assert mentions(line, "data.max_prompt_length=512", "data.max_response_length=512", "1024", "1000")
     assert doubts(report("data.max_prompt_length=488")) == []
+    longer = "+actor_rollout_ref.model.override_config.max_position_embeddings=1024"
+    assert doubts(report(longer)) == []
 
 
 def test_deprecated_keys_are_named_and_contradictions_are_errors(report):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.columns import TOKEN_COLUMNS
 from strop.config.batch_plan import BatchPlan
@@ -71,6 +71,56 @@ def test_modules_that_are_trained_whole_beside_adapters_are_counted(model, ends)
 
     whole = held(f"actor_rollout_ref.model.modules_to_save=[{','.join(ends)}]")
     assert whole - held() == 4 * 4 * numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "vision"),
+    [
+        # as published: Gemma 3 4B and LLaVA 1.5
+        (
+            {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+            "gemma3",
+            {"hidden_size": 1152, "num_hidden_layers": 27, "patch_size": 14},
+        ),
+        ({"max_position_embeddings": 4096, "vocab_size": 32064}, "llava", {}),
+    ],
+)
+def test_sizes_that_a_published_file_leaves_out_are_those_of_transformers(tmp_path, text, kind, vision):
+    text = {**text, "model_type": "gemma3_text" if kind == "gemma3" else "llama"}
+    content = {"model_type": kind, "text_config": text, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found, loaded = read_model_facts(str(tmp_path)), AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert found is not None
+    assert (found.layers, found.hidden, found.vocabulary, found.heads, found.kv_heads, found.context) == (
+        loaded.num_hidden_layers,
+        loaded.hidden_size,
+        loaded.vocab_size,
+        loaded.num_attention_heads,
+        loaded.num_key_value_heads,
+        loaded.max_position_embeddings,
+    )
+    assert found.kv_width == loaded.num_key_value_heads * loaded.head_dim
+
+
+def test_what_is_offloaded_to_the_memory_of_a_cpu_is_not_held_on_a_gpu(model):
+    folder, parameters = model
+
+    def held(*more):
+        options = ["data.train_files=train.parquet", f"actor_rollout_ref.model.path={folder}", *more]
+        config = load_config([*options, "trainer.device=cuda", "trainer.n_gpus_per_node=1"])
+        resident = forecast(config, BatchPlan.from_config(config)).resident
+        return resident["actor: weights, gradients, AdamW"], resident["reference: weights"]
+
+    section = "actor_rollout_ref.{}.fsdp_config"
+    moments = held(f"{section.format('actor')}.optimizer_offload=True")
+    frozen = held(f"{section.format('ref')}.param_offload=True")
+    assert held() == (16 * parameters, 4 * parameters)
+    assert (moments, frozen) == ((8 * parameters, 4 * parameters), (16 * parameters, 0))
 
 
 def test_without_weights_the_number_is_unknown(model, tmp_path):

@@ -58,7 +58,9 @@ def test_names_that_do_not_fit_are_reported_together():
     assert mentions(critic, "trainer.placement.Critic=tiny", "trainer.resource_pools")
 
 
-@pytest.mark.parametrize(("visible", "gpus", "expected"), [("", 0, 1), ("3,5", 2, 2)])
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"), [("", 0, 1), ("3,5", 2, 2), ("NoDevFiles", 0, 1), ("GPU-1a,-1,2", 1, 1)]
+)
 def test_the_default_number_of_processes_is_that_of_the_visible_gpus(monkeypatch, visible, gpus, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert placement.visible_gpus() == gpus

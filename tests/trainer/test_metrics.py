@@ -209,6 +209,11 @@ def test_the_variance_of_ratios_is_that_over_the_tokens_of_all_steps(width):
     assert one["ratio_var"] == 0
 
 
+def test_the_largest_load_of_an_expert_is_that_of_all_steps():
+    loads = [UpdateRecord({"router_load_max": load}, n_tokens=30, n_seqs=2) for load in (1.2, 6.0, 1.3)]
+    assert merge_updates(loads, loss_agg_mode="token-mean") == {"router_load_max": 6.0}
+
+
 def test_a_skipped_step_is_counted_and_left_out_of_the_gradient_norm():
     merged = merge_updates(_records(skipped_steps=1.0, grad_norm=NAN), loss_agg_mode="token-mean")
     assert merged["skipped_steps"] == 1.0

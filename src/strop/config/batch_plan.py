@@ -321,7 +321,14 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
             if prompts % mini
             else f"x actor_rollout_ref.rollout.n={n} does not divide over {shares}"
         )
-        problems.append(f"{key}={mini} {wrong} ({nearest_in_words(mini, working)})")
+        if working:
+            problems.append(f"{key}={mini} {wrong} ({nearest_in_words(mini, working)})")
+        else:
+            fitting = [size for size in range(1, prompts + groups + 1) if size * n % groups == 0]
+            problems.append(
+                f"data.train_batch_size={prompts} x actor_rollout_ref.rollout.n={n} does not divide over "
+                f"{shares} ({nearest_in_words(prompts, fitting)})"
+            )
     try:
         micro_batch = resolve_micro_batch(config, name, ranks)
     except ConfigError as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from strop.config.gpus import described_gpus
 from strop.config.placement import Root, pools_of, uses_gpu
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -76,13 +76,3 @@ def gpu_memory() -> int | None:
     with contextlib.suppress(ValueError):  # none, or one that has no number
         return min(int(size) << 20 for size in sizes)
     return None
-
-
-def described_gpus(what: str, form: str = "", *options: str) -> list[str]:
-    """Return a line of nvidia-smi for each GPU; none without it. CUDA itself would take memory."""
-    command = ["nvidia-smi", f"--query-gpu={what}", f"--format=csv,noheader{form}", *options]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in told.splitlines() if line.strip()]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from strop.config.backends import ROLLOUTS
+from strop.config.gpus import visible_gpus
 from strop.config.paths import expand, safetensors_files
 from strop.config.roles import has_teacher_role, policy_roles, reference_is_the_actor
 from strop.config.schema import Config, RootConfig
@@ -116,14 +115,6 @@ def processes_per_node(config: RootConfig) -> int:
         return trainer.n_gpus_per_node
     gpus = visible_gpus() if config.gpus is None else config.gpus
     return max(min(trainer.n_gpus_per_node, 0 if trainer.device == "cpu" else gpus), 1)
-
-
-def visible_gpus() -> int:
-    """Return the number of GPUs that this process may use; torch, which counts them too, takes seconds."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"

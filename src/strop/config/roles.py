@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from strop.config.backends import ROLLOUTS
 from strop.config.names import NO_REWARD, needs_critic, sets_noise
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.policy import adapters_are_switched_off, has_kl_term
 from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.config.schema.teacher import THE_POLICY, has_teacher, teachers_of
@@ -119,8 +119,10 @@ def roles_of(config: Config) -> list[str]:
     return [*policy, *(role for role, present in optional.items() if present)]
 
 
-def model_paths(config: Config) -> dict[str, str]:
+def model_paths(config: RootConfig) -> dict[str, str]:
     """Return the path of every model that is loaded, by key; a critic from the policy's path is left out."""
+    if not isinstance(config, Config):
+        return _supervised_model_paths(cast(SupervisedConfig, config))
     policy = config.actor_rollout_ref.model.path
     paths = {"actor_rollout_ref.model.path": policy} if loads_policy(config) else {}
     if uses_critic(config) and config.critic.model.path != policy:
@@ -132,8 +134,7 @@ def model_paths(config: Config) -> dict[str, str]:
     return paths
 
 
-def supervised_model_paths(config: SupervisedConfig) -> dict[str, str]:
-    """Return the path of every model that a supervised run loads, by key."""
+def _supervised_model_paths(config: SupervisedConfig) -> dict[str, str]:
     paths = {"model.path": config.model.path}
     if isinstance(config, SftConfig) and has_teacher_role(config):
         paths["teacher.model.path"] = config.teacher.model.path

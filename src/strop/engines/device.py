@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from strop.config.backends import ENGINES
-from strop.config.placement import visible_gpus
+from strop.config.gpus import visible_gpus
 from strop.errors import ConfigError, raised_as
 
 

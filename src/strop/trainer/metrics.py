@@ -145,6 +145,8 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
             taken = [v for v, r in zip(values, records, strict=True) if not r.metrics.get("skipped_steps")]
             # skipped steps have a norm of NaN or infinity, which would be the mean
             merged[name] = sum(taken) / len(taken) if taken else float("nan")
+        elif name == "router_load_max":
+            merged[name] = max(values)
         elif name in _SEQUENCE_LOSSES and loss_agg_mode != "token-mean":
             merged[name] = sum(v * r.n_seqs for v, r in zip(values, records, strict=True)) / n_seqs
         else:

@@ -176,7 +176,7 @@ class PPO:
         self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         self.estimator = get_estimator(config.algorithm.adv_estimator)
         self._estimator_needs = required_parameters(self.estimator)
-        self._loss_inputs = loss_inputs(config)
+        self._loss_inputs = [] if config.trainer.val_only else loss_inputs(config)
         control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon

@@ -31,9 +31,8 @@ from strop.config.paths import (
     similar_path,
     with_split,
 )
-from strop.config.roles import model_paths, supervised_model_paths, tokenizer_paths
+from strop.config.roles import model_paths, tokenizer_paths
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.trainer import KEPT_BY_TIME
 from strop.passed import is_function
 
@@ -123,17 +122,13 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
 def libraries(config: RootConfig) -> Iterator[Finding]:
     """Require the packages that are imported before models are loaded."""
     for path in all_keys(type(config)):
-        if not path.endswith(".model.external_lib"):
+        if not path.endswith("model.external_lib"):
             continue
         named = value_at(config, path)
         for package in [named] if isinstance(named, str) else named or []:
-            if (missing := missing_module(package)) and path.split(".")[0] in _used_sections(config):
+            used = {key.split(".")[0] for key in model_paths(config)}
+            if (missing := missing_module(package)) and path.split(".")[0] in used:
                 yield error(f"{path}={package}: there is no module {missing}; is its folder on PYTHONPATH?")
-
-
-def _used_sections(config: RootConfig) -> set[str]:
-    """Return the sections with a model that this run loads."""
-    return {key.split(".")[0] for key in model_paths(config)} if isinstance(config, Config) else {"model"}
 
 
 def reward_file(config: Config) -> Iterator[Finding]:
@@ -171,8 +166,7 @@ def tokenizers(config: RootConfig) -> Iterator[Finding]:
 
 def quantized_models(config: RootConfig) -> Iterator[Finding]:
     """Require models whose weights are numbers: transformers computes with others in its own ways."""
-    paths = supervised_model_paths(config) if isinstance(config, SupervisedConfig) else {}
-    for key, path in (model_paths(config) if isinstance(config, Config) else paths).items():
+    for key, path in model_paths(config).items():
         if method := quantization_of(read_config_file(path) if path else {}):
             yield error(
                 f"{key}={path}: its weights are quantized ({method}), and they are not supported, "
@@ -203,8 +197,9 @@ def context_of_model(model: Any, longest: int, keys: str, *, trains: bool = True
             f"{bound}"
         )
     facts = read_model_facts(path)
-    if facts is not None and facts.context is not None and facts.context < longest:
-        yield warning(f"{keys}: {longest} tokens exceed the context window of {path} ({facts.context})")
+    context = getattr(model, "override_config", {}).get("max_position_embeddings", facts and facts.context)
+    if isinstance(context, int) and context < longest:
+        yield warning(f"{keys}: {longest} tokens exceed the context window of {path} ({context})")
 
 
 def _same_rope(config: Mapping[str, Any], model: Any) -> tuple[int | None, str]:
@@ -241,8 +236,7 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
         )
         return
     parent = os.path.abspath(expand(path))
-    models = supervised_model_paths(config) if isinstance(config, SupervisedConfig) else {}
-    for key, model in (model_paths(config) if isinstance(config, Config) else models).items():
+    for key, model in model_paths(config).items():
         if os.path.abspath(expand(model)) == parent:
             yield error(
                 f"trainer.default_local_dir={path}: the folder of {key}; name another one, for commands that "

@@ -288,7 +288,7 @@ def old_samples(config: Config) -> Iterator[Finding]:
 
 
 def sequence_clip_range(config: Config) -> Iterator[Finding]:
-    """Warn if ratios of whole sequences have a clip range that none of them reaches."""
+    """Warn if ratios of whole sequences have a clip range that none reaches, or another aggregation."""
     actor = config.actor_rollout_ref.actor
     bounds = {f"clip_ratio_{end}": getattr(actor, f"clip_ratio_{end}") for end in ("low", "high")}
     bounds = {key: actor.clip_ratio if bound is None else bound for key, bound in bounds.items()}
@@ -298,6 +298,11 @@ def sequence_clip_range(config: Config) -> Iterator[Finding]:
             f"{_ACTOR}.policy_loss=gspo with {' and '.join(wide)}: the ratio of a whole sequence hardly "
             "leaves 1, so nothing is clipped; set clip_ratio_low=3e-4, clip_ratio_high=4e-4 and "
             "loss_agg_mode=seq-mean-token-mean, as in its paper"
+        )
+    elif actor.policy_loss == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield warning(
+            f"{_ACTOR}.policy_loss=gspo with loss_agg_mode={actor.loss_agg_mode}: its paper has "
+            "seq-mean-token-mean, and verl computes that whatever the key says"
         )
 
 

@@ -8,7 +8,7 @@ from strop.config.backends import ROLLOUTS, engines_with
 from strop.config.batch_plan import engine_of, forward_passes, keys_of_pass
 from strop.config.keys import value_at
 from strop.config.memory.facts import read_config_file
-from strop.config.roles import model_paths, supervised_model_paths
+from strop.config.roles import model_paths
 from strop.config.schema import Config
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.schema.teacher import teachers_of
@@ -17,14 +17,12 @@ from strop.errors import ConfigError
 
 def require_pictures(config: Config | SupervisedConfig) -> None:
     """Raise ``ConfigError`` for all that cannot be used with a data set that has pictures."""
+    paths, problems = model_paths(config), list[str]()
     if isinstance(config, Config):
-        paths = model_paths(config)
         if not config.reward_model.sees:
             paths.pop("reward_model.model.path", None)
-        problems = [*_blind(paths), *_problems(config)]
-    else:
-        problems = [*_blind(supervised_model_paths(config))]
-    if problems:
+        problems += _problems(config)
+    if problems := [*_blind(paths), *problems]:
         raise ConfigError(*(f"the data set has pictures: {problem}" for problem in problems))
 
 

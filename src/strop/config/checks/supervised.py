@@ -10,7 +10,7 @@ from strop.config.checks import inputs, learning
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import longest_row, value_at
 from strop.config.names import preference_losses
-from strop.config.roles import supervised_model_paths
+from strop.config.roles import model_paths
 from strop.config.schema.supervised import PairConfig, PreferenceConfig, SupervisedConfig
 
 _FEW_STEPS, _ENOUGH_STEPS = 10, 30
@@ -59,7 +59,7 @@ def few_steps(steps: OptimizerSteps) -> Iterator[Finding]:
 
 def model(config: SupervisedConfig) -> Iterator[Finding]:
     """Require the model; warn if rows may be longer than its context window."""
-    for key, path in supervised_model_paths(config).items():
+    for key, path in model_paths(config).items():
         yield from inputs.model_folder(key, path)
     yield from inputs.context_of_model(config.model, *longest_row(config.data))
 

@@ -198,9 +198,28 @@ SHAPE_KEYS = (
 """Keys of config.json that hold the sizes of a model."""
 
 
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+    "llama": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32_000,
+    },
+}
+"""Defaults of transformers, by ``model_type``: published files of Gemma 3 and LLaVA leave sizes out."""
+
+
 def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
     """Return facts from the content of a config.json; ``KeyError`` and others if it lacks them."""
     shape = config.get("text_config", config)
+    shape = {**_LEFT_OUT.get(shape.get("model_type", ""), {}), **shape}
     heads = shape["num_attention_heads"]
     kv_heads = shape.get("num_key_value_heads") or heads
     of_layers = [one.get("head_dim") for one in (shape.get("per_layer_config") or {}).values()]

@@ -22,7 +22,8 @@ from strop.config.schema import RootConfig
 from strop.config.schema.model import ModelConfig
 
 FLOAT32 = 4
-TRAINED = 4 * FLOAT32  # weight, gradient and two moments
+MOMENTS = 2 * FLOAT32
+TRAINED = 2 * FLOAT32 + MOMENTS  # weight, gradient and two moments
 ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3

@@ -23,7 +23,7 @@ from strop.config.checks.check import check
 from strop.config.checks.pictures import require_pictures
 from strop.config.checks.supervised import OptimizerSteps, Supervised, few_steps
 from strop.config.placement import GLOBAL_POOL, pools_of
-from strop.config.roles import supervised_model_paths
+from strop.config.roles import model_paths
 from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
@@ -348,7 +348,7 @@ def build(
     check(config).report(logger)
     require_checkpoint(Checkpoints.of(config, trained=(trainer_cls.group_name,)), config)
     own = [config.data.tokenizer] if config.data.tokenizer else []
-    models = supervised_model_paths(config)
+    models = model_paths(config)
     tokenizer = fetch_tokenizer(
         config, config.model, models=models.values(), tokenizers=own, weights=with_weights
     )
