@@ -24,8 +24,10 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token in
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # Colours and widths of the terminal would be those of the outputs that tests compare.
-for _name in ("FORCE_COLOR", "COLUMNS"):
-    os.environ.pop(_name, None)
+# A proxy of the shell does not reach the servers of tests.
+for _name in [*os.environ]:
+    if _name.lower() in ("force_color", "columns", "http_proxy", "https_proxy", "all_proxy"):
+        del os.environ[_name]
 # A shell that starts tests in the background has SIGINT ignored, and nohup SIGHUP, which the runs they start
 # would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

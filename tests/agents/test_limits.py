@@ -195,11 +195,11 @@ def _breaks(base_url, number):
 
 
 def test_programs_that_break_cost_their_sessions_and_leave_no_process():
-    with agents(_breaks, prompts=8, timeout=12) as played:
+    with agents(_breaks, prompts=8, timeout=30) as played:
         result = played.play()
     expected = ["error", "error", "error", "stop", "stop", "error", "error", "stop"]
     assert _ended(result) == expected
-    assert "agent.timeout=12 s" in _error(result)
+    assert "agent.timeout=30 s" in _error(result)
     assert result.batch["n_timeouts"].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     assert "ValueError: no" in _error(result, 1)
     assert "returned nan: expected a text, or a score" in _error(result, 5)
@@ -290,8 +290,8 @@ def test_a_coroutine_that_blocks_the_others_is_lost_alone(monkeypatch, tmp_path)
 
 @pytest.mark.slow
 def test_a_program_that_starts_beside_one_that_was_ended_and_blocks_is_started_again(monkeypatch):
-    monkeypatch.setattr(program, "_SILENT_S", 9.0)  # more than the time after which the program is ended
-    with agents(_blocks_its_loop, prompts=3, timeout=6, concurrency=1) as played:
+    monkeypatch.setattr(program, "_SILENT_S", 18.0)  # more than the time after which the program is ended
+    with agents(_blocks_its_loop, prompts=3, timeout=15, concurrency=1) as played:
         result = played.play()
     assert _ended(result) == ["stop", "error", "stop"]
 

@@ -34,12 +34,12 @@ AHEAD = (
 """Generation ahead of the learner, on threads of one process; with ``trainer.async_steps``."""
 
 
-def make(folder: Path, *, steps: int = 420) -> Path:
+def make(folder: Path, *, steps: int = 420, rows: int = 40_000) -> Path:
     """Write a model, rows, the tool and its delay (none) for ``options``; return ``folder``."""
     torch.manual_seed(1)
     tool_demo.warm_up(folder / "model", steps=steps, seed=1)
     (folder / "late.py").write_text(LATE)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, tool_demo.rows(40_000, seed=1))))
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, tool_demo.rows(rows, seed=1))))
     delay(folder, 0.0)
     return folder
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import agent_programs
 import processes
 import pytest
+import ray
 
 from strop.tracking.jsonl import read_metrics
 
@@ -42,7 +43,7 @@ KINDS = ("critic/", "actor/", "turns/mean", "response")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    return agent_programs.write(lookup_task.make(tmp_path_factory.mktemp("inputs")))
+    return agent_programs.write(lookup_task.make(tmp_path_factory.mktemp("inputs"), steps=210, rows=2_000))
 
 
 def _trained(options: list[str], run: Path) -> tuple[dict, list]:
@@ -85,8 +86,11 @@ def test_a_program_trains_the_weights_of_the_environment_in_every_setting(
         if case != "native":
             options = agent_programs.of_program(options, inputs, program)
         found.append(_trained(options, tmp_path / case))
+    if name == "two ranks":
+        ray.shutdown()  # of this module nothing else needs it, and it takes a tenth of a core
     print(name, found[0][0])  # with -s
     assert found[1] == found[0]
+    assert found[0][1][-1]["turns/mean"] > 1
 
 
 @pytest.mark.parametrize(("name", "program"), [("synchronous", "openai"), *CURL], indirect=["program"])
@@ -95,10 +99,10 @@ def test_a_run_that_is_killed_amid_programs_ends_with_the_same_weights(
 ):
     monkeypatch.setenv("STROP_TEST_TOKEN", str(tmp_path))
     size = SMALLEST if program == "curl" else SMALL
-    keys = (*size, *SETTINGS[name], "trainer.save_freq=1", "trainer.total_training_steps=10")
+    keys = (*size, *SETTINGS[name], "trainer.save_freq=1")
     agent_programs.patience(inputs, 60.0)
     digests = []
-    for run, n_kills in ((tmp_path / "undisturbed", 0), (tmp_path / "run", 4)):
+    for run, n_kills in ((tmp_path / "undisturbed", 0), (tmp_path / "run", 2)):
         lookup_task.delay(inputs, 0.3 if n_kills else 0.0)
         options = agent_programs.of_program(lookup_task.options(inputs, run, *keys), inputs, program)
         draw, log = random.Random(name), tmp_path / "log"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -204,30 +205,32 @@ def test_a_killed_rank_of_either_side_is_named_and_the_run_ends_as_if_nothing_ha
     run.wait_until_gone()
 
 
+@pytest.fixture(scope="module")
+def crashed(inputs) -> Path:
+    """The folder of a run with two ranks on each side that was killed with samples in flight."""
+    folder = inputs / "crashed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STROP_CRASH_AT", "in_flight:4")
+        run = RayRun(options_of(inputs, folder, 4, *ON_RAY, *TWO_RANKS))
+        assert run.wait() == -signal.SIGKILL, run.console[-3000:]
+        run.wait_until_gone()
+    return folder
+
+
 @pytest.mark.slow
-def test_two_ranks_on_each_side_resume_to_equal_numbers(inputs, tmp_path, monkeypatch):
-    two = (*ON_RAY, *TWO_RANKS)
-    options = options_of(inputs, tmp_path / "run", 4, *two)
-    monkeypatch.setenv("STROP_CRASH_AT", "in_flight:4")
-    run = RayRun(options)
-    assert run.wait() == -signal.SIGKILL, run.console[-3000:]
-    run.wait_until_gone()
-    monkeypatch.delenv("STROP_CRASH_AT")
-    again = RayRun(options)
+def test_two_ranks_on_each_side_resume_to_equal_numbers(inputs, tmp_path, crashed):
+    shutil.copytree(crashed, tmp_path / "run")
+    again = RayRun(options_of(inputs, tmp_path / "run", 4, *ON_RAY, *TWO_RANKS))
     assert again.wait() == 0, again.console[-3000:]
     expected = undisturbed_on_ray(inputs, 4, *TWO_RANKS)
     assert (trained_weights(tmp_path / "run", 5), metrics(tmp_path / "run")) == expected
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_rollout_processes(inputs, tmp_path, monkeypatch):
+def test_a_run_goes_on_with_fewer_rollout_processes(inputs, tmp_path, crashed):
     """As after the loss of a node: what was in flight is generated again."""
-    options = options_of(inputs, tmp_path / "run", 2, *ON_RAY, *TWO_RANKS)
-    monkeypatch.setenv("STROP_CRASH_AT", "in_flight:4")
-    run = RayRun(options)
-    assert run.wait() == -signal.SIGKILL, run.console[-3000:]
-    run.wait_until_gone()
-    monkeypatch.delenv("STROP_CRASH_AT")
+    shutil.copytree(crashed, tmp_path / "run")
+    options = options_of(inputs, tmp_path / "run", 4, *ON_RAY, *TWO_RANKS)
     again = RayRun([*options, "trainer.resource_pools={learner: [2], rollout: [1]}"])
     assert again.wait() == 0, again.console[-3000:]
     assert "2 rollout processes, now 1" in again.console

@@ -22,13 +22,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 AHEAD = (*lookup_task.AHEAD, "trainer.async_steps=2")
 ON_RAY = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray")
-KINDS = ("driver", "child", "rank")
-SETTINGS = {"one process": ((), 3), "asynchronous": (AHEAD, 3), "two ranks on Ray": (ON_RAY, 2)}
+SMALL = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+SETTINGS = {
+    "one process": ((), ("driver", "child")),
+    "asynchronous": (AHEAD, ("child", "driver")),
+    "two ranks on Ray": (ON_RAY, ("rank", "driver")),
+}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    return lookup_task.make(tmp_path_factory.mktemp("inputs"))
+    return lookup_task.make(tmp_path_factory.mktemp("inputs"), steps=210, rows=2_000)
 
 
 def _started(options: list[str], log: Path) -> subprocess.Popen:
@@ -40,13 +44,12 @@ def _started(options: list[str], log: Path) -> subprocess.Popen:
 
 
 def _victim(run: subprocess.Popen, kind: str) -> psutil.Process:
-    """The driver, a process of its environment, or a rank on Ray; the driver where there is none."""
+    """The driver, a process of its environment, or a rank on Ray."""
     driver = psutil.Process(run.pid)
-    names = {"child": r"strop\.environments\.child", "rank": r"ray::(?!IDLE|\w*Agent)"}
-    for process in driver.children(recursive=True) if kind in names else ():
-        if re.search(names[kind], _command(process)):
-            return process
-    return driver
+    if kind == "driver":
+        return driver
+    name = {"child": r"strop\.environments\.child", "rank": r"ray::(?!IDLE|\w*Agent)"}[kind]
+    return next(one for one in driver.children(recursive=True) if re.search(name, _command(one)))
 
 
 def _command(process: psutil.Process) -> str:
@@ -64,8 +67,8 @@ def _n_lines(run: Path) -> int:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(inputs, tmp_path, name):
-    extra, n_kills = SETTINGS[name]
-    keys = (*extra, "trainer.save_freq=1", "trainer.total_training_steps=10")
+    extra, kinds = SETTINGS[name]
+    keys = (*extra, *SMALL, "trainer.save_freq=1", "trainer.total_training_steps=8")
     undisturbed, run, log = tmp_path / "undisturbed", tmp_path / "run", tmp_path / "log"
     lookup_task.delay(inputs, 0.0)
     assert _started(lookup_task.options(inputs, undisturbed, *keys), log).wait() == 0, log.read_text()[-3000:]
@@ -73,7 +76,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(input
     lookup_task.delay(inputs, 0.2)
     command = lookup_task.options(inputs, run, *keys)
     draw, process = random.Random(name), None
-    for number in range(n_kills):
+    for number, kind in enumerate(kinds):
         if process is None or process.poll() is not None:
             process = _started(command, log)
         before = _n_lines(run)
@@ -83,7 +86,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(input
         time.sleep(moment := draw.uniform(0, 2.5))
         if process.poll() is not None:
             continue
-        victim = _victim(process, KINDS[number % len(KINDS)])
+        victim = _victim(process, kind)
         command_line = _command(victim)
         print(f"kill {number}: {command_line[-60:]} {moment:.2f} s after line {_n_lines(run)}")
         is_of_environment = "environments.child" in command_line
@@ -95,6 +98,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(input
         assert _started(command, log).wait() == 0, log.read_text()[-3000:]
     assert _digest(run) == _digest(undisturbed)
     assert metrics(run) == metrics(undisturbed)
+    assert metrics(run)[-1]["turns/mean"] > 1
 
 
 def _digest(run: Path) -> str:

@@ -55,10 +55,8 @@ ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 @pytest.mark.parametrize(
     ("how", "background", "during", "ranks"),
     [
-        pytest.param("Ctrl-C", False, ("update_actor", 3), 1, marks=pytest.mark.slow),
         ("SIGTERM", True, ("update_actor", 3), 1),
         pytest.param("SIGKILL", False, ("update_actor", 3), 1, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", False, ("save_checkpoint", 3), 1, marks=pytest.mark.slow),
         pytest.param("SIGTERM", False, ("save_checkpoint", 3), 2, marks=pytest.mark.slow),
         pytest.param("Ctrl-C", True, ("save_checkpoint", 3), 2, marks=pytest.mark.slow),
     ],

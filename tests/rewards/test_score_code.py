@@ -311,5 +311,5 @@ def test_a_solution_of_another_task_fails(cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
-def test_every_third_canonical_solution_passes(cases, name: str):
-    assert failures(list(cases[name].values())[::3]) == {}
+def test_every_tenth_canonical_solution_passes(cases, name: str):
+    assert failures(list(cases[name].values())[::10]) == {}

@@ -75,6 +75,7 @@ def rollout_on(
             token,
             own,
             verify,
+            weights=weights.names,
             broadcasts=broadcasts,
         ),
         dtype=torch.float32,
@@ -124,9 +125,10 @@ def counts(rollout: Any) -> dict[str, float]:
 @contextlib.contextmanager
 def real_server(folder, *more):
     """The URL of vLLM's server of the model in ``folder``, whose token is "secret", once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    free = socket.socket()  # bound while vLLM starts, which sets the same option: no other test gets the port
+    free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
     arguments = {
         "model": str(folder / "model"),
         "dtype": "float32",
@@ -150,5 +152,6 @@ def real_server(folder, *more):
             time.sleep(1)
         yield url
     finally:
+        free.close()
         process.communicate()
         shutil.rmtree(own, ignore_errors=True)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -233,7 +234,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("end", ["the run is killed", "the server is killed"])
 def test_a_guard_leaves_no_process_and_no_shared_memory(tmp_path, end):
-    folder, name = tmp_path / "server", f"{os.getpid()}"
+    folder, name = tmp_path / "server", uuid.uuid4().hex
     folder.mkdir()
     guard = ["-P", "-c", GUARD, str(tmp_path), str(folder)]
     server = [sys.executable, "-c", SERVER, name, str(tmp_path)]
@@ -252,7 +253,7 @@ def test_a_guard_leaves_no_process_and_no_shared_memory(tmp_path, end):
 
 
 def test_a_guard_that_is_killed_leaves_nothing_either(tmp_path):
-    command = [sys.executable, "-c", SERVER, f"{os.getpid()}_own", str(tmp_path)]
+    command = [sys.executable, "-c", SERVER, uuid.uuid4().hex, str(tmp_path)]
     server = start.OwnServer(command, "secret", tmp_path / "log")
     processes = _started(tmp_path)
     assert _runs(processes[1])

@@ -15,6 +15,8 @@ from strop.trainer.metrics import peak_memory
 from strop.workers import memory
 from strop.workers.memory import PEAKS, phase, prefer_expandable_segments
 
+import forked
+
 SIZE = 2**26  # numbers in 0.25 GiB
 CPU = torch.device("cpu")
 
@@ -41,7 +43,7 @@ class Allocating:
         return PEAKS.take(self.phases)
 
 
-def test_each_phase_has_a_peak_of_its_own():
+def _has_peaks_of_phases():
     group = LocalWorkerGroup(worker_cls=Allocating, init_kwargs={})
     other = LocalWorkerGroup(worker_cls=Allocating, init_kwargs={})
     assert group.large() == SIZE
@@ -54,6 +56,12 @@ def test_each_phase_has_a_peak_of_its_own():
     large, small = (found[f"perf/peak_memory_gb/{name}"] for name in ("large", "small"))
     assert small + 0.2 < large < small + 0.5
     assert peak_memory([group]) == {}
+
+
+def test_each_phase_has_a_peak_of_its_own():
+    """In a process without memory that other tests have freed, and that its allocator keeps."""
+    done = forked.run(_has_peaks_of_phases)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_phase_in_another_thread_is_not_cut_short():
