@@ -314,7 +314,7 @@ def test_checks_are_of_the_processes_in_the_pools_of_a_program(inputs, tmp_path,
 
     assert trainer(1).config.trainer.resource_pools == {}
     assert pools_of(trainer(2, 2).config) == {"all": [2, 2]}
-    with pytest.raises(ConfigError, match=naming("ppo_mini_batch_size=4", "3 ranks")):  # 4 x 2 samples
+    with pytest.raises(ConfigError, match=naming("data.train_batch_size=8", "3 ranks")):  # 8 x 2 samples
         trainer(3)
 
 

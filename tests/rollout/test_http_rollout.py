@@ -64,9 +64,9 @@ def impatient(monkeypatch):
 
 
 def test_a_batch_does_not_depend_on_servers_places_or_speed(alone):
-    slow = FakeVLLM(max_num_seqs=1)
-    slow.delay = 0.02
-    rollout = rollout_on(FakeVLLM(max_num_seqs=3), slow)
+    fast, slow = FakeVLLM(max_num_seqs=3), FakeVLLM(max_num_seqs=1)
+    fast.delay, slow.delay = 0.01, 0.03
+    rollout = rollout_on(slow, fast)
     found = batch(rollout)
     assert equal(found, alone)
     assert slow.bodies()

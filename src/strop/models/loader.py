@@ -26,7 +26,6 @@ from strop.models.folder import attention_for, generation_config_of, load_model_
 from strop.models.folder import load_tokenizer as load_tokenizer  # for programs
 from strop.models.heads import policy_class, reason_unsupported, scorer_config
 from strop.models.source import Source
-from strop.terminal import is_terminal
 
 
 @contextlib.contextmanager
@@ -119,7 +118,9 @@ def model_class(config: PretrainedConfig, *, scores: bool) -> Any:
 
 def _load(path: str | Path, **options: Any) -> tuple[Any, set[str]]:
     """Load a model; return it with the names of weights that the files lack."""
-    bars = contextlib.nullcontext() if is_terminal(sys.stderr) else no_progress_bars()  # keep logs clean
+    # keep logs clean; a program's own stream may have no isatty
+    on_terminal = getattr(sys.stderr, "isatty", lambda: False)()
+    bars = contextlib.nullcontext() if on_terminal else no_progress_bars()
     try:
         arguments = model_arguments(path, **options)
         auto_class = model_class(arguments["config"], scores="num_labels" in options)

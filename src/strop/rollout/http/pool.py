@@ -131,6 +131,8 @@ class Pool:
             self._require_patience(needed)
             await asyncio.sleep(_LOOK_S)
         self._is_open = True
+        named = [*self._keepers]
+        self.live.sort(key=lambda server: named.index(server.url))  # of equal loads the first one is taken
         if self._keeps_weights:
             logger.info(
                 "%s: no weights are loaded or sent; those of the servers are used, version %s%s",
