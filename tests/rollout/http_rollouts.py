@@ -126,7 +126,7 @@ def counts(rollout: Any) -> dict[str, float]:
 def real_server(folder, *more):
     """The URL of vLLM's server of the model in ``folder``, whose token is "secret", once it answers."""
     free = socket.socket()  # bound while vLLM starts, which sets the same option: no other test gets the port
-    free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     free.bind(("127.0.0.1", 0))
     port = str(free.getsockname()[1])
     arguments = {

@@ -19,7 +19,8 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda: torch finds no GPU; expected auto or cpu")
     if name == "auto":
-        has_gpu = visible_gpus() and any(Path("/dev").glob("nvidia[0-9]*"))
+        is_here = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()  # the latter: WSL
+        has_gpu = visible_gpus() and is_here
         if has_gpu and not torch.cuda.is_available():
             raise ConfigError(
                 "trainer.device=auto: this machine has a GPU, and torch finds none (an old driver, or torch "

@@ -47,12 +47,14 @@ _PLAIN = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"{_PLAIN}%?")
 _RANGE = re.compile(rf"(?<![\w.,])({_PLAIN})\s{{0,3}}(?:to|and|-|–)\s{{0,3}}({_PLAIN})(?![\w.,]*\d)")
 _OF = re.compile(
-    r"\s*(?:points?|marks?|stars?)?\s*[(,]?\s*(?:/|(?:out\s+)?of|on\s+a\s+scale\s+(?:of|to)|max(?:imum)?(?:\s+is)?:?)"
-    r"(?:\s+(?:an?|the))?(?:\s+(?:full|possible|maximum|total))?(?:\s+of)?\s*"
+    r"\s*(?:points?|marks?|stars?)?\s*[(,]?\s*(?:/|(?:out\s+)?of|on\s+a\s+scale\s+(?:of|to)|max(?:imum)?\.?(?:\s+is)?:?)"
+    r"(?:\s+(?:an?|the))?(?:\s+(?:full|possible|maximum|total))?(?:\s+of)?\s*",
+    re.IGNORECASE,
 )
 _UNCLEAR = re.compile(
-    r"[^\n]*(?:\(|\b(?:max\w*|scale|(?<!score )(?<!rating )(?<!grade )(?<!mark )(?<!total )of)\b)"
-    r"(?:\s+(?:an?|the|full|best|whole))*[\s:=]*"
+    r"[^\n]*(?:(?:\(|\bscale|\b(?<!score )(?<!rating )(?<!grade )(?<!mark )(?<!total )of\b)"
+    r"(?:\s+(?:an?|the|full|best|whole))*[\s:=]*|(?:\bmax\w*|\bfull marks?)[^\n\d]{0,20})",
+    re.IGNORECASE,
 )
 """Between two numbers, of which the second is the end of the scale: it may name the scale."""
 _PAUSES_S = (0.5, 2.0)

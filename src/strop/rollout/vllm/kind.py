@@ -208,7 +208,7 @@ class VLLMKind(RolloutKind):
         yield warning(
             f"memory: {given} of a GPU with {gib(size)}, and the trainer keeps about "
             f"{gib(sum(sizes.values()))} there while vLLM has it: {listed(sizes)}{graphs} do not fit; "
-            f"{lower}, or offload by optimizer_offload=True and param_offload=True (which is not in the "
+            f"{lower}, or offload by optimizer_offload=True, and by param_offload=True (which is not in the "
             "forecast for models that are trained)"
         )
 
