@@ -343,13 +343,8 @@ def texts_before_answers(
         return ()
     if not is_chat:
         return () if how.allow_special_tokens else ("0", "\n")  # a digit may be a part of a longer token
-    user, options = {"role": "user", "content": _MARK}, dict(how.apply_chat_template_kwargs)
-    try:
-        prompt, whole = (
-            str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=opens, **options))
-            for chat, opens in (([user], True), ([user, {"role": "assistant", "content": _MARK}], False))
-        )
-    except Exception:  # noqa: BLE001 - templates raise anything; the data's own is reported
+    prompt, whole = _rendered_probe(tokenizer, how)
+    if not whole:
         return ()
     space = whole.removeprefix(prompt).partition(_MARK)[0]
     return (prompt.rpartition(_MARK)[2] + (space if space.isspace() else ""),)
@@ -364,15 +359,7 @@ def control_tokens_around_answers(
     ``<|START_RESPONSE|>`` and ``<|END_RESPONSE|>``. A prompt ends before the first of them, so that a model
     generates them, and its answers are read by them.
     """
-    user, options = {"role": "user", "content": _MARK}, dict(how.apply_chat_template_kwargs)
-    chat = [user, {"role": "assistant", "content": _MARK}]
-    try:
-        prompt, whole = (
-            str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=opens, **options))
-            for given, opens in ((as_taken(chat[:1], tokenizer), True), (as_taken(chat, tokenizer), False))
-        )
-    except Exception:  # noqa: BLE001 - templates raise anything; the data's own is reported
-        return [], []
+    prompt, whole = _rendered_probe(tokenizer, how)
     before, found, after = whole.removeprefix(prompt).partition(_MARK)
     control = control_tokens(tokenizer)
     parts = [before, after.partition(end)[0]] if found and end in after else []
@@ -380,6 +367,20 @@ def control_tokens_around_answers(
         return [], []
     before_ids, after_ids = control.encode(parts, add_special_tokens=False)
     return before_ids, after_ids
+
+
+def _rendered_probe(tokenizer: PreTrainedTokenizerBase, how: PromptFormat) -> tuple[str, str]:
+    """Return a prompt as the chat template writes it, and the same with its answer; "" if it cannot."""
+    options = dict(how.apply_chat_template_kwargs)
+    chat = as_taken([{"role": role, "content": _MARK} for role in ("user", "assistant")], tokenizer)
+    try:
+        prompt, whole = (
+            str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=opens, **options))
+            for given, opens in ((chat[:1], True), (chat, False))
+        )
+    except Exception:  # noqa: BLE001 - templates raise anything; the data's own is reported
+        return "", ""
+    return prompt, whole
 
 
 _THINK = "<think>"
